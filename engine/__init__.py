@@ -1,0 +1,1 @@
+"""Action: ledger commands, samplers, pumps, data plane, generator, trainer, checkpoints and restore."""
