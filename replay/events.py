@@ -62,7 +62,8 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ``journal`` and ``offset`` name the sealed payload record (``journal`` is the payload journal's folder name,
     empty under ``payloads: none``); ``checksum`` is CRC-32 over the payload's canonical bytes. ``weight_spans`` lists
     ``(first_token, branch, version)`` in rising order: which weights generated which tokens. ``tokens`` counts
-    generated tokens, reused prefix included.
+    generated tokens, reused prefix included. ``first_offset`` is that of the attempt's first record in ``journal``:
+    retention keeps everything from there on.
     """
 
     reward: float
@@ -75,6 +76,7 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     weight_spans: tuple[tuple[int, int, int], ...] = ()
     truncated: bool = False
     prompt_tokens: int = 0
+    first_offset: int = 0
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
