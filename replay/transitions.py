@@ -35,6 +35,8 @@ from .state import (
 
 
 ROLLOUT_SNAPSHOTS_KEPT: Final = 2
+GIVES_UP_SEALED: Final = (ev.ABANDON_PAYLOAD_LOST, ev.ABANDON_GRANULARITY)
+"""Reasons for which a sealed sibling has to be generated again."""
 
 
 class IllegalTransition(UnlostError):
@@ -350,7 +352,7 @@ def _zombie(state: State, e: ev.AttemptAbandoned) -> ev.AttemptKey | None:
 def check_attempt_abandoned(state: State, e: ev.AttemptAbandoned) -> None:
     if e.group not in state.groups and _zombie(state, e) is not None:
         return
-    _attempt(state, e, SEALED if e.reason == ev.ABANDON_PAYLOAD_LOST else DISPATCHED)
+    _attempt(state, e, SEALED if e.reason in GIVES_UP_SEALED else DISPATCHED)
     group = state.groups[e.group]
     _need(group.status in (UNFINISHED, COMPLETE, COMMITTED), e, f"group is {GroupStatus(group.status).name}")
 

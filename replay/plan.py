@@ -1,0 +1,208 @@
+"""What a restart does, as a pure function of the folded state and of what the payload journals hold.
+
+``plan_restore`` changes nothing; the restore carries the plan out, ``unlost plan`` prints it. Carrying it out twice,
+or half and then again, ends in the same state: what is done already is no longer in the next plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from . import events as ev
+from .payloads import AttemptTail
+from .state import COMMITTED, COMPLETE, DISPATCHED, RESERVED, SEALED, UNFINISHED, Checkpoint, Group, State
+from .transitions import returned_groups
+
+COUNTERS = (
+    "groups_complete_restored",
+    "groups_unfinished_found",
+    "siblings_reused",
+    "siblings_rerun",
+    "groups_rolled_back",
+    "groups_dropped_stale",
+    "prefix_tokens_reused",
+    "rows_put_back",
+    "rows_cleared",
+    "attempts_adopted",
+    "attempts_lost",
+    "tokens_lost_known",
+)
+"""All emitted together, zeros too. ``attempts_lost``: sealed ones whose payload is gone. ``tokens_lost_known``: durable
+tokens that are not reused (``prefix: regenerate``, or a lost payload)."""
+
+
+@dataclass(slots=True)
+class SiblingAction:
+    """``action``: reuse, adopt, resume (from ``prefix`` tokens), run, regenerate (its payload is lost)."""
+
+    sibling: int
+    action: str
+    prefix: int = 0
+
+
+@dataclass(slots=True)
+class GroupAction:
+    """``action``: restore (complete), relaunch (unfinished), admit (reserved, never admitted), keep (spare)."""
+
+    group: int
+    action: str
+    target_step: int
+    siblings: list[SiblingAction] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RestorePlan:
+    """``checkpoint`` None: from step 0. ``adopt``/``abandon``/``lost`` are events to write, in this order."""
+
+    checkpoint: Checkpoint | None
+    from_version: int
+    to_version: int
+    rolled_back: list[int]
+    adopt: list[tuple[ev.AttemptKey, ev.Receipt]]
+    abandon: list[tuple[ev.AttemptKey, str, int]]
+    lost: list[ev.AttemptKey]
+    prefixes: dict[tuple[int, int], AttemptTail]
+    groups: list[GroupAction]
+    counters: dict[str, int]
+
+
+def attempts_to_look_for(state: State) -> dict[ev.AttemptKey, str]:
+    """Attempt -> payload journal, for every sibling that is not sealed and was ever tried (protocol rules 8 to 10)."""
+    found = {}
+    for group in state.groups.values():
+        if group.status != UNFINISHED:
+            continue
+        for index, sibling in enumerate(group.siblings):
+            if sibling.status != SEALED and sibling.attempt >= 0:
+                worker = state.workers.get(sibling.worker)
+                found[group.key(index)] = worker.journal if worker is not None else ""
+    return found
+
+
+def candidates(state: State) -> list[Checkpoint]:
+    """Trainer checkpoints of this history that a restore may use, newest first (protocol rules 13, 15).
+
+    Those whose commit was not written down are among them: a manifest that verifies says that they were published.
+    """
+    known = [c for c in state.checkpoints if c.kind == ev.CHECKPOINT_TRAINER]
+    known += [c for c in state.started.values() if c.kind == ev.CHECKPOINT_TRAINER]
+    usable = [c for c in known if state.floor <= c.trainer_version <= state.trainer_version]
+    return sorted(usable, key=lambda c: (c.trainer_version, c.id), reverse=True)
+
+
+def plan_restore(
+    state: State,
+    tails: Mapping[ev.AttemptKey, AttemptTail],
+    checkpoint: Checkpoint | None,
+    *,
+    payload_readable: Callable[[ev.AttemptKey, ev.Receipt], bool] = lambda key, receipt: True,
+    resume_prefixes: bool = True,
+    granularity: str = "sibling",
+) -> RestorePlan:
+    """Decide for every group. ``payload_readable`` says of a sealed sibling whether its row can still be had.
+
+    Counters follow from the plan (protocol rule 23): a group that adoption completes counts as complete, an adopted
+    sibling as reused, so that reused + rerun = sum of the unfinished groups' sizes.
+    """
+    to_version = checkpoint.trainer_version if checkpoint is not None else 0
+    plan = RestorePlan(
+        checkpoint, state.trainer_version, to_version, returned_groups(state, to_version), [], [], [], {}, [], {}
+    )
+    counters = dict.fromkeys(COUNTERS, 0)
+    counters["groups_rolled_back"] = len(plan.rolled_back)
+    returning = set(plan.rolled_back)
+    for group in sorted(state.groups.values(), key=lambda g: (g.slot, g.id)):
+        if group.status in (UNFINISHED, COMPLETE, COMMITTED) or group.id in returning:
+            _plan_group(group, plan, tails, payload_readable, resume_prefixes, granularity, counters)
+        elif group.status == RESERVED:
+            siblings = [SiblingAction(i, "run") for i in range(len(group.siblings))]
+            plan.groups.append(GroupAction(group.id, "admit", -1, siblings))
+            counters["groups_unfinished_found"] += 1
+            counters["siblings_rerun"] += len(siblings)
+        elif group.id in state.spares or group.id in state.requeued:
+            plan.groups.append(GroupAction(group.id, "keep", -1))
+    plan.counters = counters
+    return plan
+
+
+def _plan_group(
+    group: Group,
+    plan: RestorePlan,
+    tails: Mapping[ev.AttemptKey, AttemptTail],
+    payload_readable: Callable[[ev.AttemptKey, ev.Receipt], bool],
+    resume_prefixes: bool,
+    granularity: str,
+    counters: dict[str, int],
+) -> None:
+    actions: list[SiblingAction] = []
+    for index, sibling in enumerate(group.siblings):
+        key = group.key(index)
+        tail = tails.get(key)
+        if sibling.status == SEALED:
+            assert sibling.receipt is not None
+            lost = not payload_readable(key, sibling.receipt)
+            actions.append(SiblingAction(index, "regenerate" if lost else "reuse"))
+        elif sibling.status == DISPATCHED and tail is not None and tail.sealed is not None:
+            actions.append(SiblingAction(index, "adopt"))
+        elif tail is not None and tail.prefix_tokens and resume_prefixes:
+            actions.append(SiblingAction(index, "resume", tail.prefix_tokens))
+        else:
+            actions.append(SiblingAction(index, "run"))
+    if granularity == "prompt_group" and any(a.action not in ("reuse", "adopt") for a in actions):
+        for action in actions:
+            action.action, action.prefix = ("regenerate" if action.action == "reuse" else "run"), 0
+    _carry_into(plan, group, actions, tails, granularity, counters)
+
+
+def _carry_into(
+    plan: RestorePlan,
+    group: Group,
+    actions: list[SiblingAction],
+    tails: Mapping[ev.AttemptKey, AttemptTail],
+    granularity: str,
+    counters: dict[str, int],
+) -> None:
+    kept = 0
+    for action in actions:
+        sibling = group.siblings[action.sibling]
+        key = group.key(action.sibling)
+        tail = tails.get(key)
+        durable = tail.prefix_tokens if tail is not None else 0
+        if action.action == "adopt":
+            assert tail is not None and tail.sealed is not None
+            plan.adopt.append((key, tail.sealed))
+            counters["attempts_adopted"] += 1
+        elif action.action == "regenerate":
+            plan.lost.append(key)
+            counters["attempts_lost"] += 1
+            counters["tokens_lost_known"] += sibling.receipt.tokens if sibling.receipt is not None else 0
+        elif sibling.status == DISPATCHED:
+            plan.abandon.append((key, ev.ABANDON_RESTART, durable))
+        if action.action == "resume":
+            assert tail is not None
+            plan.prefixes[group.id, action.sibling] = tail
+            counters["prefix_tokens_reused"] += durable
+        elif action.action == "run":
+            counters["tokens_lost_known"] += durable
+        kept += action.action in ("reuse", "adopt")
+    complete = kept == len(actions)
+    plan.groups.append(GroupAction(group.id, "restore" if complete else "relaunch", group.target_step, actions))
+    if complete:
+        counters["groups_complete_restored"] += 1
+    else:
+        counters["groups_unfinished_found"] += 1
+        counters["siblings_reused"] += kept
+        counters["siblings_rerun"] += len(actions) - kept
+
+
+__all__ = [
+    "COUNTERS",
+    "GroupAction",
+    "RestorePlan",
+    "SiblingAction",
+    "attempts_to_look_for",
+    "candidates",
+    "plan_restore",
+]
+
