@@ -166,7 +166,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
 
 def _parse_yaml(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)  # noqa: S506 - a subclass of the safe loader
     except yaml.MarkedYAMLError as error:
         place = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{source}{place}: not valid YAML: {error.problem or error.context}") from error

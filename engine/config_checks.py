@@ -175,9 +175,9 @@ def oddities(config: Config, given: frozenset[str]) -> list[str]:
     sampler, failure = config.async_rl.sampler, config.rollout_failure
     known = SAMPLER_KNOBS.get(sampler.name)
     if known is not None:
-        for knob in sorted({knob for knobs in SAMPLER_KNOBS.values() for knob in knobs} - set(known)):
-            if f"async_rl.sampler.{knob}" in given:
-                found.append(f"async_rl.sampler.{knob} has no meaning for sampler {sampler.name}")
+        others = {knob for knobs in SAMPLER_KNOBS.values() for knob in knobs} - set(known)
+        set_in_vain = sorted(knob for knob in others if f"async_rl.sampler.{knob}" in given)
+        found += [f"async_rl.sampler.{knob} has no meaning for sampler {sampler.name}" for knob in set_in_vain]
     if failure.on_dropped_prompt == "replace":
         if sampler.name not in SAMPLER_STAMPING:
             found.append(
