@@ -140,8 +140,8 @@ class EmbeddedGenerator:
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if kinds or getattr(self.model, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
             raise GeneratorError(
-                f"{type(self.model).__name__} keeps other state than keys and values ({', '.join(sorted(kinds)) or 'yes'}); "
-                "the embedded generator runs decoder-only attention models"
+                f"{type(self.model).__name__} keeps other state than keys and values "
+                f"({', '.join(sorted(kinds)) or 'recurrent'}); the embedded generator runs decoder-only attention models"
             )
 
     # --- requests ---------------------------------------------------------------------------------------------
@@ -170,7 +170,8 @@ class EmbeddedGenerator:
         fed = prompt + ([] if self._deterministic else prefix)
         sequence = _Sequence(
             request_id=request_id, prompt=fed, replay=deque(replayed), seed=seed, max_new_tokens=max_new_tokens,
-            temperature=temperature, top_p=top_p, on_delta=on_delta, on_done=on_done, generated=len(prefix), last=fed[-1],
+            temperature=temperature, top_p=top_p, on_delta=on_delta, on_done=on_done, generated=len(prefix),
+            last=fed[-1],
         )  # fmt: skip
         with self._changed:
             if self.failure or self._stopping:
@@ -192,8 +193,8 @@ class EmbeddedGenerator:
             raise GeneratorError(f"token id {wrong} is outside the model's vocabulary of {vocabulary}")
         if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1 or len(prefix) > max_new_tokens:
             raise GeneratorError(
-                f"max_new_tokens {max_new_tokens} (with {len(prefix)} reused), temperature {temperature}, top_p {top_p}: "
-                "must be at least 1 and not less than the prefix, not negative, and in (0, 1]"
+                f"max_new_tokens {max_new_tokens} (with {len(prefix)} reused), temperature {temperature}, "
+                f"top_p {top_p}: must be at least 1 and not less than the prefix, not negative, and in (0, 1]"
             )
         if self._context is not None and len(prompt) + max_new_tokens > self._context:
             raise GeneratorError(

@@ -18,19 +18,19 @@ BLOCK_COLUMNS: Final = 64
 
 
 class BlockLayer(DynamicLayer):  # type: ignore[misc,unused-ignore]
-    """Keys and values of one layer, ``(rows, heads, columns, size)``; ``keys``/``values`` are views of the used columns.
+    """Keys and values of one layer, ``(rows, heads, columns, size)``.
 
-    Sliding-window layers use it too: the window is applied by the model's mask, all columns are kept.
+    ``keys`` and ``values`` are views of the used columns. Sliding-window layers use it too: the window is applied by the model's mask, all columns are kept.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **_kwargs: Any) -> None:
         super().__init__()
         self._columns = 0
         self._key_store: torch.Tensor | None = None
         self._value_store: torch.Tensor | None = None
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append columns; returns all used columns."""
         if not self.is_initialized:
@@ -53,7 +53,8 @@ class BlockLayer(DynamicLayer):  # type: ignore[misc,unused-ignore]
         self._show(self._columns)
 
     def _show(self, columns: int) -> None:
-        assert self._key_store is not None and self._value_store is not None
+        assert self._key_store is not None
+        assert self._value_store is not None
         self._columns = columns
         self.keys = self._key_store[:, :, :columns]
         self.values = self._value_store[:, :, :columns]

@@ -58,9 +58,7 @@ def check_model_folder(path: str | Path) -> Path:
     """The folder, if it has a configuration, safetensors weights and a tokenizer. Raises ModelFolderError."""
     folder = Path(path)
     if not folder.is_dir():
-        raise ModelFolderError(
-            f"model folder {folder} does not exist; set model.path to a folder in Hugging Face format"
-        )
+        raise ModelFolderError(f"model folder {folder} does not exist; set model.path to one in Hugging Face format")
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"model folder {folder} has no config.json; save the model there with save_pretrained()")
     if not weight_files(folder):
@@ -209,7 +207,7 @@ def named_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def publish_model(model: Any, path: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
-    """Write a model folder (config, safetensors, tokenizer files if asked) at ``path``, which appears whole or not at all.
+    """Write a model folder at ``path``: config, safetensors, tokenizer files if asked. It appears whole or not at all.
 
     An existing folder of that name is replaced. Not fsynced: published weights are made again from the trainer after a
     crash, and waiting for the disk here would stop generation. Raises PublishError.

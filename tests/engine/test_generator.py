@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from tests.engine import tiny_models
 from unlost.engine import models
 from unlost.engine.generator import EmbeddedGenerator, GeneratorError
+
+from tests.engine import tiny_models
 
 PROMPTS = [[5, 9, 13], [7], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31], [40, 41, 42, 43, 44]]
 
@@ -29,7 +29,9 @@ class Collected:
     done: list[str] = field(default_factory=list)
 
     def on_delta(self, ids: Any, logprobs: Any, branch: int, version: int) -> None:
-        assert ids.dtype == np.int32 and logprobs.dtype == np.float32 and len(ids) == len(logprobs)
+        assert ids.dtype == np.int32
+        assert logprobs.dtype == np.float32
+        assert len(ids) == len(logprobs)
         assert not self.done
         self.ids += ids.tolist()
         self.logprobs += logprobs.tolist()
@@ -209,7 +211,8 @@ def test_a_weight_swap_tags_each_token_with_the_weights_that_made_it(llama: Path
     assert 0 <= pause < 5
     assert result.weights == [(0, 3)] * 6 + [(1, 4)] * (len(result.ids) - 6)
     kept = alone(llama, PROMPTS[0], temperature=0.0)
-    assert result.ids[:6] == kept.ids[:6] and result.ids[6:] != kept.ids[6:]
+    assert result.ids[:6] == kept.ids[:6]
+    assert result.ids[6:] != kept.ids[6:]
     fresh = submit(generator, 1, PROMPTS[2], temperature=0.0)
     finish(generator)
     assert fresh.ids == alone(tmp_path / "w", PROMPTS[2], temperature=0.0).ids
@@ -287,7 +290,8 @@ def test_weights_without_finite_logits_fail_the_request_only(llama: Path, tmp_pa
     generator.load_weights(tmp_path / "w", 0, 9)
     result = submit(generator, 0, PROMPTS[0])
     finish(generator)
-    assert result.ids == [] and result.done[0].startswith("failed: weights 0.9")
+    assert result.ids == []
+    assert result.done[0].startswith("failed: weights 0.9")
 
 
 def test_a_raising_callback_ends_its_own_request_only(llama: Path) -> None:

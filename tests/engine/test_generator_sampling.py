@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from unlost.engine import sampling
 
 
@@ -15,7 +14,9 @@ def test_draws_depend_on_seed_and_index_and_are_uniform() -> None:
     """Same (seed, index), same number; over 20,000 draws each tenth of the interval holds its share."""
     numbers = [sampling.uniform(seed, index) for seed in range(200) for index in range(100)]
     assert numbers[:100] == [sampling.uniform(0, index) for index in range(100)]
-    assert len(set(numbers)) == len(numbers) and 0 < min(numbers) and max(numbers) < 1
+    assert len(set(numbers)) == len(numbers)
+    assert min(numbers) > 0
+    assert max(numbers) < 1
     counts = [0] * 10
     for number in numbers:
         counts[int(number * 10)] += 1
