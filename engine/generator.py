@@ -141,7 +141,7 @@ class EmbeddedGenerator:
         if kinds or getattr(self.model, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
             raise GeneratorError(
                 f"{type(self.model).__name__} keeps other state than keys and values "
-                f"({', '.join(sorted(kinds)) or 'recurrent'}); the embedded generator runs decoder-only attention models"
+                f"({', '.join(sorted(kinds)) or 'recurrent'}); the embedded generator runs attention-only decoders"
             )
 
     # --- requests ---------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ BLOCK_COLUMNS: Final = 64
 class BlockLayer(DynamicLayer):  # type: ignore[misc,unused-ignore]
     """Keys and values of one layer, ``(rows, heads, columns, size)``.
 
-    ``keys`` and ``values`` are views of the used columns. Sliding-window layers use it too: the window is applied by the model's mask, all columns are kept.
+    ``keys`` and ``values`` are views of the used columns. Sliding-window layers use it too: the window is applied by
+    the model's mask, all columns are kept.
     """
 
     def __init__(self, **_kwargs: Any) -> None:
