@@ -1,0 +1,162 @@
+"""Events to frame payloads and back: one msgpack array of events per frame, compressed as one zstd frame."""
+
+from __future__ import annotations
+
+import types as builtin_types
+from bisect import bisect_left
+from itertools import accumulate
+from typing import Any, NamedTuple, Union, get_args, get_origin
+from zlib import crc32
+
+import msgspec
+import zstandard
+
+from .errors import JournalError, JournalEventRefused
+from .options import EVENT_OVERHEAD_BYTES
+
+
+class EventTypes:
+    """The closed union of Structs that a journal holds: what may be appended and how it reads back."""
+
+    def __init__(self, types: Any) -> None:
+        """``types``: ``A | B | C``, one class, or a tuple of classes, all tagged msgspec Structs."""
+        classes = _classes(types)
+        for cls in classes:
+            if not (isinstance(cls, type) and issubclass(cls, msgspec.Struct)):
+                raise JournalError(f"{cls!r} is not a msgspec Struct: a journal's events must be")
+            if cls.__struct_config__.tag is None:
+                raise JournalError(
+                    f"{cls.__name__} has no tag: give it tag=<int>, or it can't be told apart"
+                )
+        self.classes = frozenset(classes)
+        union: Any = Union[classes]  # noqa: UP007  built from a tuple at run time
+        self.decode_frame = msgspec.msgpack.Decoder(list[union]).decode
+        self.decode_one = msgspec.msgpack.Decoder(union).decode
+        self.encode = msgspec.msgpack.Encoder().encode
+
+    def check(self, event: Any, encoded: bytes) -> None:
+        """Raise JournalEventRefused unless the bytes read back as a registered event."""
+        try:
+            self.decode_one(encoded)
+        except msgspec.MsgspecError as error:
+            raise JournalEventRefused(f"{type(event).__name__} would not read back: {error}") from error
+
+
+def _classes(types: Any) -> tuple[type, ...]:
+    if isinstance(types, tuple):
+        return types
+    if get_origin(types) in (Union, builtin_types.UnionType):
+        return get_args(types)
+    return (types,)
+
+
+class Batch(NamedTuple):
+    """Encoded events in a row, as they were queued."""
+
+    first_offset: int
+    events: list[bytes]
+    cost_bytes: int
+    new_segment: bool
+    image: bool
+    queued_since: float
+
+
+class SealedFrame(NamedTuple):
+    """A frame ready to be written, whatever segment and place it will get."""
+
+    first_offset: int
+    events: int
+    raw_bytes: int
+    stored: bytes
+    payload_crc: int
+    new_segment: bool
+    image: bool
+    cost_bytes: int
+    queued_since: float
+
+    @property
+    def next_offset(self) -> int:
+        return self.first_offset + self.events
+
+
+class FrameSealer:
+    """Compresses batches. It owns its compressor: one shared between threads crashes the process."""
+
+    def __init__(self, *, level: int, events_max: int, bytes_max: int) -> None:
+        self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
+        self._events_max = events_max
+        self._bytes_max = bytes_max
+
+    def seal(self, batch: Batch) -> list[SealedFrame]:
+        """One frame, or several when the batch exceeds a frame's limits; a single larger event gets its own."""
+        payload_bytes = batch.cost_bytes - EVENT_OVERHEAD_BYTES * len(batch.events)
+        if len(batch.events) <= self._events_max and payload_bytes <= self._bytes_max:
+            return [self._seal(batch, 0, len(batch.events))]
+        ends = list(accumulate(map(len, batch.events)))
+        frames = []
+        start = done = 0
+        while start < len(ends):
+            stop = bisect_left(ends, done + self._bytes_max + 1, lo=start)
+            stop = max(start + 1, min(stop, start + self._events_max))
+            frames.append(self._seal(batch, start, stop))
+            start, done = stop, ends[stop - 1]
+        return frames
+
+    def _seal(self, batch: Batch, start: int, stop: int) -> SealedFrame:
+        events = batch.events if stop - start == len(batch.events) else batch.events[start:stop]
+        raw = array_header(len(events)) + b"".join(events)
+        stored = self._compressor.compress(raw)
+        cost = len(raw) + EVENT_OVERHEAD_BYTES * len(events) - len(array_header(len(events)))
+        first = start == 0
+        return SealedFrame(
+            batch.first_offset + start,
+            len(events),
+            len(raw),
+            stored,
+            crc32(stored),
+            batch.new_segment and first,
+            batch.image and first,
+            cost,
+            batch.queued_since,
+        )
+
+
+def array_header(count: int) -> bytes:
+    """Msgpack's header of an array of ``count`` items."""
+    if count < 16:
+        return bytes((0x90 | count,))
+    if count < 1 << 16:
+        return b"\xdc" + count.to_bytes(2, "big")
+    return b"\xdd" + count.to_bytes(4, "big")
+
+
+class PayloadError(Exception):
+    """A stored payload whose CRC holds does not decode: reported by the reader as damage."""
+
+
+class FrameOpener:
+    """Decompresses stored payloads; not for use by two threads at once."""
+
+    def __init__(self) -> None:
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    def open(self, stored: bytes, raw_bytes: int) -> bytes:
+        """The frame's msgpack array. Its length is checked against the header before anything is allocated."""
+        try:
+            parameters = zstandard.get_frame_parameters(stored)
+            if parameters.content_size != raw_bytes or not parameters.has_checksum:
+                raise PayloadError(f"zstd frame of {parameters.content_size} bytes, header says {raw_bytes}")
+            raw = self._decompressor.decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise PayloadError(f"zstd: {error}") from error
+        if len(raw) != raw_bytes:
+            raise PayloadError(f"{len(raw)} bytes after decompression, header says {raw_bytes}")
+        return raw
+
+
+def count_events(raw: bytes) -> int:
+    """Number of events in a frame's payload, without knowing their types. Raises PayloadError."""
+    try:
+        return len(msgspec.msgpack.decode(raw, type=list[msgspec.Raw]))
+    except msgspec.MsgspecError as error:
+        raise PayloadError(f"msgpack: {error}") from error

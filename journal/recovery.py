@@ -1,0 +1,260 @@
+"""What opening does before the first append: judge the end, cut a torn tail, sync everything read.
+
+Steps, each of which can be killed and repeated (docs/FORMAT.md, "Opening for writing"):
+
+1. find the chain of segments; check every frame from the newest image (or from the floor) to the end;
+2. damage: raise, with nothing changed;
+3. torn tail: copy the bytes to ``aside/``, sync the copy, cut (or remove a file without a whole frame), sync;
+4. sync every segment that was read, and the directory: what the page cache shows may not be on the device yet;
+5. only now may anything be appended or believed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from .errors import JournalDamaged
+from .scan import Bad, Clean, Damaged, Position, TornTail, Verdict, Window, judge, scan
+from .sink import Link
+from .storage import Storage, StorageFile, read_exact, write_all
+from .survey import FileSource, SegmentFile, Survey, survey
+
+logger = logging.getLogger(__name__)
+
+ASIDE_NAME = "aside"
+_COPY_BYTES = 1 << 20
+
+
+class TornPiece(msgspec.Struct, frozen=True):
+    """Bytes that were never durable: ``length_bytes`` from ``byte`` of ``segment``; ``copied_to`` a file."""
+
+    segment: str
+    byte: int
+    length_bytes: int
+    reason: str
+    copied_to: str
+    removed_file: bool
+
+
+class RecoveryReport(msgspec.Struct, frozen=True):
+    """What opening found and did. ``events_scanned`` counts events whose checksums were verified."""
+
+    journal_id: str | None
+    segments: int
+    segments_scanned: int
+    events_scanned: int
+    bytes_scanned: int
+    floor: int
+    next_offset: int
+    image_offset: int | None
+    incarnation_before: int
+    torn: list[TornPiece]
+    watermark: int
+    watermark_source: str
+    last_wall_ns: int | None
+    notes: list[str]
+    seconds: float = 0.0
+
+
+class Recovered(msgspec.Struct, frozen=True):
+    """The end of a journal that is ready to be appended to."""
+
+    report: RecoveryReport
+    link: Link | None
+
+
+def check_end(
+    storage: Storage, found: Survey, *, from_index: int, progress: Callable[[SegmentFile, Verdict], None] | None = None
+) -> list[tuple[SegmentFile, Verdict]]:
+    """Judge the chain's segments from ``from_index`` on and the headless files after it. OSError passes through.
+
+    A missing end (the watermark lies beyond everything) comes back as Damaged of the segment that should follow.
+    """
+    verdicts: list[tuple[SegmentFile, Verdict]] = []
+    end = found.chain[from_index - 1].first_offset if from_index else found.floor
+    for segment in found.chain[from_index:]:
+        last = segment.named_bytes is None
+        file = storage.open(segment.path)
+        try:
+            verdict = scan(
+                FileSource(file),
+                found.watermark if last else 0,
+                first_offset=segment.first_offset,
+                named_bytes=segment.named_bytes,
+                strict=found.strict,
+                where=segment.path,
+            )
+        finally:
+            file.close()
+        verdicts.append((segment, _check_link(found, segment, verdict)))
+        if progress is not None:
+            progress(*verdicts[-1])
+        end = verdict.end.offset
+    for segment in found.headless:
+        verdicts.append((segment, _judge_headless(storage, found, segment, end)))
+    if not found.chain and found.watermark > found.floor and not found.headless:
+        ghost = SegmentFile(found.floor, os.path.join(found.directory, ""), 0, None, "missing")
+        missing = Damaged(Position(0, found.floor, 0, 0), f"missing; durable up to event {found.watermark}")
+        verdicts.append((ghost, missing))
+    return verdicts
+
+
+def _check_link(found: Survey, segment: SegmentFile, verdict: Verdict) -> Verdict:
+    """A successor names where its predecessor ends; both must agree on offset and chain."""
+    if segment.named_bytes is None or not isinstance(verdict, Clean):
+        return verdict
+    after = found.chain[found.chain.index(segment) + 1]
+    assert after.preamble is not None
+    if verdict.end.offset != after.first_offset or verdict.end.chain != after.preamble.pred_chain:
+        return Damaged(verdict.end, f"does not end as its successor {after.name} says")
+    return verdict
+
+
+def _judge_headless(storage: Storage, found: Survey, segment: SegmentFile, end: int) -> Verdict:
+    file = storage.open(segment.path)
+    try:
+        window = Window(FileSource(file))
+        bad = Bad(Position(0, end, 0, 0), segment.problem or "no preamble")
+        return judge(window, bad, found.watermark, named_bytes=None, strict=found.strict)
+    finally:
+        file.close()
+
+
+def raise_if_damaged(found: Survey, verdicts: list[tuple[SegmentFile, Verdict]]) -> None:
+    """Raise JournalDamaged for the first damaged segment."""
+    for segment, verdict in verdicts:
+        if isinstance(verdict, Damaged):
+            at = verdict.end
+            raise JournalDamaged(found.directory, segment.name, at.byte, at.offset, verdict.reason)
+
+
+def recover(storage: Storage, directory: str, *, scan_all: bool) -> Recovered:
+    """Steps 1 to 4. The caller holds the lock. Raises JournalDamaged, JournalUnsupported, OSError."""
+    torn: list[TornPiece] = []
+    while True:
+        found = survey(storage, directory)
+        image = found.newest_image()
+        verdicts = check_end(storage, found, from_index=0 if scan_all or image is None else image)
+        raise_if_damaged(found, verdicts)
+        torn += _cut(storage, directory, verdicts)
+        removed = {piece.segment for piece in torn if piece.removed_file}
+        if not any(segment.name in removed for segment in found.chain):
+            break  # else the segment before is the last one now, perhaps after another image: judge again
+    for segment, _ in verdicts:
+        if segment.preamble is not None:
+            _sync_file(storage, segment.path)
+    storage.sync_directory(directory)
+    judged = [(s, v) for s, v in verdicts if s.preamble is not None]
+    link, next_offset = None, found.floor
+    if judged:
+        segment, verdict = judged[-1]
+        link, next_offset = Link(segment.first_offset, verdict.end.byte, verdict.end.chain), verdict.end.offset
+    report = RecoveryReport(
+        journal_id=found.journal_id,
+        segments=len(found.chain),
+        segments_scanned=len(judged),
+        events_scanned=sum(v.end.offset - s.first_offset for s, v in judged),
+        bytes_scanned=sum(v.end.byte for _, v in judged),
+        floor=found.floor,
+        next_offset=next_offset,
+        image_offset=found.chain[image].first_offset if image is not None else None,
+        incarnation_before=found.incarnation,
+        torn=torn,
+        watermark=found.watermark,
+        watermark_source=found.watermark_source,
+        last_wall_ns=judged[-1][1].end.wall_ns if judged else None,
+        notes=found.notes,
+    )
+    return Recovered(report, link)
+
+
+def _cut(storage: Storage, directory: str, verdicts: list[tuple[SegmentFile, Verdict]]) -> list[TornPiece]:
+    pieces = []
+    for segment, verdict in reversed(verdicts):
+        if not isinstance(verdict, TornTail):
+            continue
+        remove = verdict.end.frames == 0
+        start = 0 if remove else verdict.end.byte
+        copied_to = copy_aside(storage, directory, segment.path, start) if segment.size > start else ""
+        if remove:
+            storage.remove(segment.path)
+            storage.sync_directory(directory)
+        else:
+            file = storage.open(segment.path, writable=True)
+            try:
+                file.truncate(start)
+                file.sync()
+            finally:
+                file.close()
+        length = segment.size - start
+        pieces.append(TornPiece(segment.name, start, length, verdict.reason, copied_to, remove))
+        logger.warning(
+            "%s: torn tail of %d bytes from byte %d (%s): never durable, cut%s",
+            segment.path, length, start, verdict.reason, f", copied to {copied_to}" if copied_to else "",
+        )  # fmt: skip
+    return pieces
+
+
+def copy_aside(storage: Storage, directory: str, path: str, start: int) -> str:
+    """Copy the bytes of a file from ``start`` on into ``aside/``, durably; returns the copy's path.
+
+    A copy that an earlier, killed opening finished is used again; an unfinished one is left and a new name taken.
+    """
+    folder = os.path.join(directory, ASIDE_NAME)
+    storage.make_directory(folder)
+    names = set(storage.list_names(folder))
+    source = storage.open(path)
+    try:
+        size = source.size()
+        base = f"{os.path.basename(path)}.{start}-{size}"
+        for attempt in range(1000):
+            name = base if attempt == 0 else f"{base}.{attempt}"
+            target = os.path.join(folder, name)
+            if name in names:
+                if _same(storage, target, source, start, size):
+                    _sync_file(storage, target)
+                    storage.sync_directory(folder)
+                    return target
+                continue
+            _copy(storage, source, start, size, target)
+            storage.sync_directory(folder)
+            return target
+    finally:
+        source.close()
+    raise OSError(f"{folder}: too many copies of {base}; move them away")
+
+
+def _copy(storage: Storage, source: StorageFile, start: int, size: int, target: str) -> None:
+    copy = storage.create(target)
+    try:
+        for at in range(start, size, _COPY_BYTES):
+            write_all(copy, at - start, read_exact(source, at, min(_COPY_BYTES, size - at)))
+        copy.sync()
+    finally:
+        copy.close()
+
+
+def _same(storage: Storage, target: str, source: StorageFile, start: int, size: int) -> bool:
+    copy = storage.open(target)
+    try:
+        if copy.size() != size - start:
+            return False
+        return all(
+            read_exact(copy, at - start, min(_COPY_BYTES, size - at))
+            == read_exact(source, at, min(_COPY_BYTES, size - at))
+            for at in range(start, size, _COPY_BYTES)
+        )
+    finally:
+        copy.close()
+
+
+def _sync_file(storage: Storage, path: str) -> None:
+    file = storage.open(path)
+    try:
+        file.sync()
+    finally:
+        file.close()

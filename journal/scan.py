@@ -1,0 +1,257 @@
+"""Walks one segment's frames and judges where they end: clean, torn tail or damaged (docs/FORMAT.md).
+
+``scan`` is pure: bytes and the watermark in, a verdict out. What was durable and is bad is *damage*; what was never
+known to be durable is a *torn tail*. Two proofs of durability count: the watermark given, and the ``durable_upto``
+of any intact later frame in the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+from zlib import crc32
+
+from .format import (
+    FRAME_HEADER_BYTES,
+    FRAME_START,
+    PREAMBLE_BYTES,
+    FrameHeader,
+    Preamble,
+    next_chain,
+    parse_frame_header,
+    parse_preamble,
+)
+
+_CHAINED_BYTES = FRAME_HEADER_BYTES - 8
+_WINDOW_BYTES = 1 << 20
+
+
+class Source(Protocol):
+    """Random access to a segment's bytes. ``read`` returns exactly what was asked except at the end."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, size: int) -> bytes: ...
+
+
+class BytesSource:
+    """A segment in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size = len(data)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """``size`` bytes from ``offset``, fewer at the end."""
+        return self._data[offset : offset + size]
+
+
+class Window:
+    """Reads ahead in large pieces, so that hopping from header to header costs few calls."""
+
+    def __init__(self, source: Source, limit: int | None = None) -> None:
+        self._source = source
+        self.end = source.size if limit is None else min(limit, source.size)
+        self._start = 0
+        self._data = b""
+
+    def read(self, offset: int, size: int) -> bytes:
+        """``size`` bytes from ``offset``, fewer at the end of the segment."""
+        size = min(size, self.end - offset)
+        if size <= 0:
+            return b""
+        at = offset - self._start
+        if at < 0 or at + size > len(self._data):
+            self._data = self._source.read(offset, min(max(size, _WINDOW_BYTES), self.end - offset))
+            self._start, at = offset, 0
+        return self._data[at : at + size]
+
+
+class Position(NamedTuple):
+    """Where the next frame begins: byte in the segment, offset of its first event, chain so far, frames passed, and
+    when (wall clock, nanoseconds) the last of them was written (None if none).
+    """
+
+    byte: int
+    offset: int
+    chain: int
+    frames: int
+    wall_ns: int | None = None
+
+
+class Bad(NamedTuple):
+    """Why the walk stopped before the end of the bytes."""
+
+    position: Position
+    reason: str
+
+
+class Clean(NamedTuple):
+    """Every byte belongs to a valid frame."""
+
+    end: Position
+
+
+class TornTail(NamedTuple):
+    """Valid frames up to ``end``; the ``length`` bytes after it were never known to be durable."""
+
+    end: Position
+    length: int
+    reason: str
+
+
+class Damaged(NamedTuple):
+    """The frame expected at ``end`` was durable, and is missing or wrong."""
+
+    end: Position
+    reason: str
+
+
+Verdict = Clean | TornTail | Damaged
+
+
+class FrameWalk:
+    """Steps from frame to frame. ``bad`` tells, after ``step`` returned None, whether the bytes ended well."""
+
+    def __init__(self, window: Window, preamble: Preamble, where: str) -> None:
+        self.window = window
+        self.preamble = preamble
+        self.where = where
+        self.position = Position(PREAMBLE_BYTES, preamble.first_offset, preamble.chain_seed, 0)
+        self._before = self.position
+        self.bad: Bad | None = None
+
+    def step(self) -> FrameHeader | None:
+        """The header of the next frame, checked with its chain but without its payload; None at the end or at bad
+        bytes. Afterwards ``position`` is behind that frame. Raises JournalUnsupported.
+        """
+        at = self.position
+        if at.byte >= self.window.end:
+            return None
+        data = self.window.read(at.byte, FRAME_HEADER_BYTES)
+        header = parse_frame_header(data, f"{self.where} byte {at.byte}")
+        if isinstance(header, str):
+            return self._stop(header)
+        if header.first_offset != at.offset:
+            return self._stop(f"frame of event {header.first_offset} where event {at.offset} belongs")
+        if header.incarnation != self.preamble.incarnation:
+            return self._stop(f"frame of incarnation {header.incarnation} in a segment of {self.preamble.incarnation}")
+        if next_chain(at.chain, data[:_CHAINED_BYTES]) != header.chain:
+            return self._stop("chain does not match: a frame before this one is missing or another")
+        end = at.byte + header.total_bytes
+        if end > self.window.end:
+            return self._stop("bytes end inside a frame")
+        self._before = at
+        self.position = Position(end, header.next_offset, header.chain, at.frames + 1, header.wall_ns)
+        return header
+
+    def resume(self, position: Position) -> None:
+        """Go on at a frame boundary that an earlier walk over the same segment reached."""
+        self.position = self._before = position
+
+    def jump(self, byte: int, offset: int) -> FrameHeader | None:
+        """Step over the frame known to begin at ``byte``, without its chain (an earlier walk has checked it)."""
+        self.position = self._before = Position(byte, offset, 0, 0)
+        header = parse_frame_header(self.window.read(byte, FRAME_HEADER_BYTES), f"{self.where} byte {byte}")
+        if isinstance(header, str):
+            return self._stop(header)
+        if header.first_offset != offset or byte + header.total_bytes > self.window.end:
+            return self._stop("not the frame that was here before")
+        self.position = Position(byte + header.total_bytes, header.next_offset, header.chain, 1)
+        return header
+
+    def payload(self, header: FrameHeader) -> bytes | None:
+        """Stored payload of the frame just stepped over; None, with the walk set back before it, if its CRC fails."""
+        start = self.position.byte - header.stored_bytes
+        stored = self.window.read(start, header.stored_bytes)
+        if len(stored) == header.stored_bytes and crc32(stored) == header.payload_crc:
+            return stored
+        self.reject("payload checksum does not match")
+        return None
+
+    def reject(self, reason: str) -> None:
+        """Stop before the frame just stepped over."""
+        self.position = self._before
+        self.bad = Bad(self.position, reason)
+
+    def _stop(self, reason: str) -> FrameHeader | None:
+        self.bad = Bad(self.position, reason)
+        return None
+
+
+def scan(
+    data: bytes | Source,
+    watermark: int,
+    *,
+    first_offset: int | None = None,
+    named_bytes: int | None = None,
+    strict: bool = False,
+    where: str = "segment",
+) -> Verdict:
+    """Judge one segment, payload checksums included.
+
+    ``watermark``: every event below it is known to be durable. ``first_offset``: what the file's name says.
+    ``named_bytes``: length that a successor states, below which everything is durable and beyond which nothing
+    counts. ``strict`` (no WATERMARK file): any intact later frame proves that bad bytes are damage, not only one
+    that says so. Raises JournalUnsupported; OSError of the source passes through.
+    """
+    source = BytesSource(data) if isinstance(data, bytes) else data
+    window = Window(source, named_bytes)
+    preamble = parse_preamble(window.read(0, PREAMBLE_BYTES), where)
+    if not isinstance(preamble, str) and first_offset is not None and preamble.first_offset != first_offset:
+        preamble = f"preamble of event {preamble.first_offset} in a file named for event {first_offset}"
+    if isinstance(preamble, str):
+        bad = Bad(Position(0, first_offset or 0, 0, 0), preamble)
+        return judge(window, bad, watermark, named_bytes=named_bytes, strict=strict)
+    walk = FrameWalk(window, preamble, where)
+    while (header := walk.step()) is not None and walk.payload(header) is not None:
+        pass
+    if walk.bad is None and named_bytes is not None and walk.position.byte < named_bytes:
+        walk.bad = Bad(walk.position, f"the file ends at byte {walk.position.byte}, its successor says {named_bytes}")
+    if walk.bad is None and walk.position.frames == 0:
+        walk.bad = Bad(Position(0, preamble.first_offset, preamble.chain_seed, 0), "no frame after the preamble")
+    if walk.bad is None and walk.position.offset < watermark and named_bytes is None:
+        walk.bad = Bad(walk.position, f"durable up to event {watermark}, but the bytes end before")
+    if walk.bad is None:
+        return Clean(walk.position)
+    return judge(window, walk.bad, watermark, named_bytes=named_bytes, strict=strict)
+
+
+def judge(window: Window, bad: Bad, watermark: int, *, named_bytes: int | None, strict: bool) -> Verdict:
+    """Torn or damaged? The rule of docs/FORMAT.md, for the first bad byte of a segment."""
+    at = bad.position
+    if named_bytes is not None:
+        return Damaged(at, bad.reason)
+    if watermark > at.offset:
+        return Damaged(at, f"{bad.reason}; durable up to event {watermark}")
+    later = find_later_frame(window, at, strict=strict)
+    if later is not None:
+        byte, header = later
+        return Damaged(
+            at, f"{bad.reason}; an intact later frame at byte {byte} says durable up to event {header.durable_upto}"
+        )
+    return TornTail(at, window.end - at.byte, bad.reason)
+
+
+def find_later_frame(window: Window, bad: Position, *, strict: bool) -> tuple[int, FrameHeader] | None:
+    """The first intact frame after ``bad`` that proves the bad bytes durable: its ``durable_upto`` lies above them,
+    or (``strict``) its events come after them.
+    """
+    at = bad.byte + 1
+    overlap = len(FRAME_START) - 1
+    while at < window.end:
+        piece = window.read(at, _WINDOW_BYTES)
+        found = piece.find(FRAME_START)
+        if found < 0:
+            at += max(len(piece) - overlap, 1) if at + len(piece) < window.end else len(piece)
+            continue
+        at += found
+        header = parse_frame_header(window.read(at, FRAME_HEADER_BYTES), "a later frame")
+        if not isinstance(header, str) and (
+            header.durable_upto > bad.offset or (strict and header.first_offset > bad.offset)
+        ):
+            stored = window.read(at + FRAME_HEADER_BYTES, header.stored_bytes)
+            if len(stored) == header.stored_bytes and crc32(stored) == header.payload_crc:
+                return at, header
+        at += 1
+    return None

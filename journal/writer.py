@@ -1,0 +1,534 @@
+"""The journal's writer: ``append`` on the caller's side, one flush thread behind it.
+
+What it promises (docs/DURABILITY.md): an event whose ``flushed`` returned survives a power cut; ``append`` does no
+I/O and never waits; offsets are dense and never used twice; memory is bounded; after a failure of the storage the
+undurable events are written again from memory, or the journal fails loudly.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from .clock import Clock, SystemClock
+from .errors import (
+    JournalClosed,
+    JournalError,
+    JournalEventRefused,
+    JournalFailed,
+    JournalForked,
+    JournalMismatch,
+    JournalOverrun,
+    JournalTimeout,
+)
+from .flusher import Flusher
+from .format import JOURNAL_ID_BYTES_MAX
+from .frames import Batch, EventTypes
+from .lifecycle import LIVE
+from .lock import DirectoryLock
+from .marks import WatermarkFile
+from .options import EVENT_OVERHEAD_BYTES, JournalMetrics, JournalOptions
+from .prune import PruneReport, prune_locked
+from .recovery import RecoveryReport, recover
+from .sink import SegmentSink
+from .storage import RealStorage, Storage
+from .waiters import Waiters, fresh
+
+logger = logging.getLogger(__name__)
+
+E = TypeVar("E")
+_IDLE_AFTER_S = 1.0
+_JOIN_S = 10.0
+
+
+class JournalWriter(Generic[E]):
+    """See the module. Made by ``open``; used from any thread; a context manager that closes."""
+
+    recovery: RecoveryReport
+
+    def __init__(
+        self,
+        directory: str,
+        types: EventTypes,
+        options: JournalOptions,
+        storage: Storage,
+        clock: Clock,
+        lock: DirectoryLock,
+    ) -> None:
+        """Use ``open``."""
+        self.directory = directory
+        self.options = options
+        self._types = types
+        self._classes = types.classes
+        self._encode = types.encode
+        self._check = types.check if options.check_events else None
+        self._storage = storage
+        self._clock = clock
+        self._dir_lock = lock
+        self._lock = threading.Lock()
+        self._pending: list[bytes] = []
+        self._pending_since = clock.monotonic()
+        self._pending_cost = 0
+        self._sealed: list[Batch] = []
+        self._rotate_next = False
+        self._next = 0
+        self._appended_cost = 0
+        self._limit = -1  # below 0: the next append takes the slow path
+        self._refusal: JournalError | None = None
+        self._idle = False
+        self._closed = False
+        self._dropped = self._release_in_thread = False
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._durable_changed = threading.Condition()
+        self._waiters = Waiters(self._waiter_state)
+
+    # ------------------------------------------------------------------ opening
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        types: Any,
+        *,
+        journal_id: str,
+        options: JournalOptions = JournalOptions(),  # noqa: B008  frozen
+        storage: Storage | None = None,
+        take_over: bool = False,
+        threaded: bool = True,
+        incarnation: int | None = None,
+        clock: Clock | None = None,
+    ) -> JournalWriter[Any]:
+        """Lock the directory, recover what is in it and be ready to append.
+
+        ``types``: the union of event Structs. ``incarnation``: the highest in the headers + 1 unless given.
+        ``threaded=False``: nothing happens in the background; the owner calls ``pump``.
+        Raises JournalLocked, JournalDamaged, JournalMismatch, JournalUnsupported, OSError; nothing is changed then,
+        except that a torn tail may already have been cut.
+        """
+        if not 0 < len(journal_id.encode()) <= JOURNAL_ID_BYTES_MAX:
+            raise JournalError(f"journal id {journal_id!r}: 1 to {JOURNAL_ID_BYTES_MAX} bytes of UTF-8, please")
+        path = os.fspath(directory)
+        storage = storage or RealStorage()
+        clock = clock or SystemClock()
+        event_types = types if isinstance(types, EventTypes) else EventTypes(types)
+        storage.make_directory(path)
+        lock = DirectoryLock.acquire(storage, path, clock, take_over=take_over)
+        try:
+            writer = cls(path, event_types, options, storage, clock, lock)
+            writer._recover(journal_id, incarnation)
+            if threaded:
+                writer._start_thread()
+        except BaseException:
+            lock.release()
+            raise
+        LIVE.add(writer)
+        return writer
+
+    def _recover(self, journal_id: str, incarnation: int | None) -> None:
+        started = time.perf_counter()
+        recovered = recover(self._storage, self.directory, scan_all=self.options.scan_on_open == "all")
+        report = recovered.report
+        if report.journal_id not in (None, journal_id):
+            raise JournalMismatch(
+                f"{self.directory}: holds journal {report.journal_id!r}, not {journal_id!r}. Give its own id, or "
+                f"another directory."
+            )
+        self.journal_id = journal_id
+        self.incarnation = report.incarnation_before + 1 if incarnation is None else incarnation
+        if self.incarnation <= report.incarnation_before or self.incarnation < 1:
+            raise JournalMismatch(
+                f"{self.directory}: incarnation {self.incarnation} was asked for, but {report.incarnation_before} has "
+                f"written here already"
+            )
+        self._dir_lock.heartbeat(self.incarnation)
+        watermark = WatermarkFile(self._storage, self.directory, journal_id, self.incarnation)
+        watermark.write(report.next_offset, self._clock.wall_ns())
+        watermark.sync()
+        self._storage.sync_directory(self.directory)
+        self._next = report.next_offset
+        sink = SegmentSink(
+            self._storage,
+            self.directory,
+            journal_id=journal_id,
+            incarnation=self.incarnation,
+            next_offset=report.next_offset,
+            link=recovered.link,
+            watermark=watermark,
+            segment_bytes_max=self.options.segment_bytes_max,
+            clock=self._clock,
+            still_owner=self._dir_lock.check,
+        )
+        self._flusher = Flusher(sink, self.options, self._clock, self._dir_lock, self._take)
+        self._limit = self.options.backlog_max_bytes
+        self.recovery = msgspec.structs.replace(report, seconds=time.perf_counter() - started)
+
+    # ------------------------------------------------------------------ appending
+
+    def append(self, event: E) -> int:
+        """Encode and queue one event; its offset. No I/O; about half a microsecond.
+
+        Raises JournalEventRefused, JournalClosed, JournalFailed, JournalForked, or JournalOverrun at the hard bound
+        of the backlog; in each case nothing was queued and no offset used.
+        """
+        if type(event) not in self._classes:
+            raise JournalEventRefused(f"{type(event).__name__} is not one of this journal's event types")
+        data = self._encode(event)
+        if self._check is not None:
+            self._check(event, data)
+        with self._lock:
+            total = self._appended_cost + len(data) + EVENT_OVERHEAD_BYTES
+            if total > self._limit:
+                self._admit(total)
+            self._appended_cost = total
+            offset = self._next
+            self._next = offset + 1
+            self._pending.append(data)
+        return offset
+
+    def _admit(self, total: int) -> None:
+        """The slow path of ``append``, under the lock: wake an idle flush thread, or refuse."""
+        if self._refusal is not None:
+            raise fresh(self._refusal)
+        if self._idle:
+            self._idle = False
+            self._pending_since = self._clock.monotonic()
+            self._limit = self._flusher.durable_cost + self.options.backlog_max_bytes
+            self._wake.set()
+        if total > self._limit:
+            raise JournalOverrun(
+                f"{self.directory}: {self._appended_cost - self._flusher.durable_cost} bytes wait for the storage, the "
+                f"bound is {self.options.backlog_max_bytes} (journal.backlog_max_bytes). The last failure was: "
+                f"{self._flusher.last_error or 'none, it is only slow'}"
+            )
+
+    def rotate(self, image: E | None = None) -> int | None:
+        """Begin a new segment with the next event; with ``image``, that event is appended as its first and flagged:
+        a fold may begin there. Returns the image's offset. No I/O on the caller.
+        """
+        if image is None:
+            with self._lock:
+                self._refuse_if_ended()
+                self._seal_pending()
+                self._rotate_next = True
+            return None
+        if type(image) not in self._classes:
+            raise JournalEventRefused(f"{type(image).__name__} is not one of this journal's event types")
+        data = self._encode(image)
+        cost = len(data) + EVENT_OVERHEAD_BYTES
+        with self._lock:
+            if self._appended_cost + cost > self._limit:
+                self._admit(self._appended_cost + cost)
+            self._seal_pending()
+            self._appended_cost += cost
+            offset = self._next
+            self._next = offset + 1
+            self._sealed.append(Batch(offset, [data], cost, True, True, self._clock.monotonic()))
+            self._rotate_next = False
+        return offset
+
+    def _seal_pending(self) -> None:
+        """Under the lock: make a batch of what is pending."""
+        now = self._clock.monotonic()
+        if self._pending:
+            cost = self._appended_cost - self._pending_cost
+            first = self._next - len(self._pending)
+            self._sealed.append(Batch(first, self._pending, cost, self._rotate_next, False, self._pending_since))
+            self._pending = []
+            self._rotate_next = False
+        self._pending_since = now
+        self._pending_cost = self._appended_cost
+
+    def _take(self) -> list[Batch]:
+        """For the flusher: everything queued so far."""
+        with self._lock:
+            self._seal_pending()
+            taken, self._sealed = self._sealed, []
+            return taken
+
+    def _refuse_if_ended(self) -> None:
+        if self._refusal is not None:
+            raise fresh(self._refusal)
+
+    # ------------------------------------------------------------------ durability
+
+    @property
+    def next_offset(self) -> int:
+        """Offset that the next event will get."""
+        return self._next
+
+    @property
+    def durable_upto(self) -> int:
+        """Every event below this offset survives a power cut."""
+        return self._flusher.durable_upto
+
+    @property
+    def above_high_mark(self) -> bool:
+        """Whether the backlog is at or above ``backlog_high_bytes``: stop dispatching new work."""
+        return self._appended_cost - self._flusher.durable_cost >= self.options.backlog_high_bytes
+
+    async def flushed(self, offset: int) -> None:
+        """Return once ``offset`` is durable. It does not hurry the flush. Raises JournalFailed, JournalClosed."""
+        if offset < self._flusher.durable_upto:
+            return
+        if offset >= self._next:
+            raise JournalError(f"{self.directory}: event {offset} was not appended yet (next is {self._next})")
+        await self._waiters.durable(offset)
+
+    async def drain(self) -> None:
+        """Return once the backlog is below ``backlog_high_bytes``; at once if it is."""
+        if self.above_high_mark:
+            await self._waiters.room()
+
+    def sync(self, timeout_s: float | None = None) -> int:
+        """Block until everything appended so far is durable, flushing at once; ``durable_upto``.
+
+        Raises JournalFailed, JournalTimeout (also unthreaded, when the storage keeps refusing).
+        """
+        target = self._next
+        if self._thread is None:
+            self._sync_by_pumping(target)
+        else:
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            self._flusher.urgent = True
+            self._wake.set()
+            with self._durable_changed:
+                while self._flusher.durable_upto < target:
+                    self._refuse_undurable(target)
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise JournalTimeout(
+                            f"{self.directory}: durable up to {self._flusher.durable_upto} of {target} after "
+                            f"{timeout_s} s; last failure: {self._flusher.last_error or 'none, the storage is slow'}"
+                        )
+                    self._durable_changed.wait(min(left, 1.0) if left is not None else 1.0)
+                    self._flusher.urgent = True
+        return self._flusher.durable_upto
+
+    def _sync_by_pumping(self, target: int) -> None:
+        for _ in range(self.options.max_write_failures + 1):
+            if self._flusher.durable_upto >= target:
+                return
+            self._refuse_undurable(target)
+            self.pump()
+        if self._flusher.durable_upto < target:
+            self._refuse_undurable(target)
+            raise JournalTimeout(
+                f"{self.directory}: durable up to {self._flusher.durable_upto} of {target}; last failure: "
+                f"{self._flusher.last_error}"
+            )
+
+    def _refuse_undurable(self, target: int) -> None:
+        if self._refusal is not None and self._flusher.durable_upto < target and not self._closing_now():
+            raise fresh(self._refusal)
+
+    def _closing_now(self) -> bool:
+        return isinstance(self._refusal, JournalClosed) and not self._closed
+
+    def sync_watermark(self) -> None:
+        """Sync events, then the WATERMARK file: before an effect that destroys something (clearing, pruning), so that
+        its event can't be taken for a torn tail after a power cut. Blocks; raises JournalFailed, JournalTimeout.
+        """
+        self.sync()
+        self.check_ownership()
+        try:
+            self._flusher.sync_watermark()
+        except OSError as error:
+            raise JournalFailed(f"{self.directory}: WATERMARK can't be made durable: {error}") from error
+
+    def check_ownership(self) -> None:
+        """Raise JournalFenced if a newer writer has taken this journal over: call before publishing, clearing or
+        pruning, where the lock may not hold between machines.
+        """
+        self._refuse_if_ended()
+        try:
+            self._dir_lock.check()
+        except JournalFailed as error:
+            self._end(error)
+            raise
+
+    # ------------------------------------------------------------------ flushing
+
+    def pump(self) -> None:
+        """One flush on the calling thread: everything queued becomes durable, or a failure is dealt with as the
+        options say. For ``threaded=False``; harmless otherwise.
+        """
+        failure = self._flusher.cycle()
+        self._after_cycle(failure)
+
+    def _after_cycle(self, failure: JournalFailed | None) -> None:
+        if failure is not None and not isinstance(self._refusal, JournalFailed):
+            self._end(failure)
+        with self._lock:
+            if self._refusal is None and not self._idle:
+                self._limit = self._flusher.durable_cost + self.options.backlog_max_bytes
+        self._waiters.notify()
+        with self._durable_changed:
+            self._durable_changed.notify_all()
+
+    def _end(self, refusal: JournalError) -> None:
+        """From now on every append raises ``refusal``."""
+        with self._lock:
+            self._refusal = refusal
+            self._limit = -1
+        self._waiters.notify()
+
+    def _start_thread(self) -> None:
+        name = f"journal-flush {os.path.basename(self.directory)}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        idle_since = time.monotonic()
+        while True:
+            self._wake.wait(self.options.heartbeat_s if self._idle else self._flusher.delay_s())
+            self._wake.clear()
+            try:
+                failure = self._flusher.cycle()
+            except BaseException as error:  # a bug must end the journal loudly, not its thread silently
+                logger.exception("%s: the flush thread failed", self.directory)
+                failure = JournalFailed(f"{self.directory}: the flush thread failed: {error!r}")
+                failure.__cause__ = error
+            self._after_cycle(failure)
+            if failure is not None or self._flusher.stop_requested:
+                break
+            now = time.monotonic()
+            if self._flusher.worked:
+                idle_since = now
+            elif now - idle_since > _IDLE_AFTER_S:
+                self._go_idle()
+        if self._release_in_thread:
+            self._release()
+
+    def _go_idle(self) -> None:
+        """Nothing came for a second: sleep until ``append`` wakes us, instead of every flush interval."""
+        with self._lock:
+            if not self._pending and not self._sealed and self._refusal is None:
+                self._idle = True
+                self._limit = -1
+
+    # ------------------------------------------------------------------ the rest
+
+    def metrics(self) -> JournalMetrics:
+        """A snapshot, cheap enough to take often."""
+        with self._lock:
+            since = [b.queued_since for b in self._sealed[:1]] + ([self._pending_since] if self._pending else [])
+            return self._flusher.metrics(
+                next_offset=self._next, appended_cost=self._appended_cost, queued_since=min(since, default=None)
+            )
+
+    def prune(self, before_offset: int) -> PruneReport:
+        """Remove whole segments that lie before ``before_offset``; the floor is recorded durably first.
+
+        The open segment always stays. What may be given up is the caller's knowledge: the journal only makes sure
+        that a crash in between does not read as damage. Raises JournalFenced, OSError.
+        """
+        self.check_ownership()
+        return prune_locked(
+            self._storage,
+            self.directory,
+            before_offset,
+            journal_id=self.journal_id,
+            incarnation=self.incarnation,
+            wall_ns=self._clock.wall_ns(),
+            floor_max=self._flusher.durable_upto - 1,
+        )
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Make everything durable, say goodbye in LOCK, unlock. Idempotent.
+
+        Raises JournalFailed or JournalTimeout if something could not be made durable; it is closed all the same.
+        """
+        if self._closed:
+            return
+        with self._lock:
+            failed = isinstance(self._refusal, JournalFailed)
+            if not failed:
+                self._refusal = JournalClosed(f"{self.directory}: the journal is closed")
+                self._limit = -1
+        try:
+            if not failed:
+                self._finish(timeout_s)
+            elif self._flusher.durable_upto < self._next and self._refusal is not None:
+                raise fresh(self._refusal)
+        finally:
+            self._shut()
+
+    def _finish(self, timeout_s: float | None) -> None:
+        if self._thread is None:
+            self._sync_by_pumping(self._next)
+            return
+        self.sync(timeout_s)
+        self._wake.set()
+
+    def _shut(self, *, drop: bool = False) -> None:
+        """Stop the thread and let go of files and lock. A thread that hangs in the storage does the last part itself
+        when it comes back: the lock must not go while a write may still happen.
+        """
+        self._closed = True
+        self._dropped = drop
+        LIVE.discard(self)
+        thread = self._thread
+        self._flusher.stop_requested = True
+        self._wake.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=_JOIN_S)
+            if thread.is_alive():
+                self._release_in_thread = True
+                if thread.is_alive():
+                    logger.error("%s: the storage hangs; the lock is kept until it answers", self.directory)
+                    self._waiters.notify()
+                    return
+        self._release()
+        self._waiters.notify()
+
+    def _release(self) -> None:
+        self._flusher.close()
+        if self._dropped:
+            self._dir_lock.drop()
+        else:
+            self._dir_lock.release()
+
+    def abandon(self) -> None:
+        """Let go as a crash would: nothing more is written, the lock is dropped without a goodbye."""
+        if self._closed:
+            return
+        self._end(JournalClosed(f"{self.directory}: the journal was abandoned"))
+        self._flusher.abandoned = True
+        self._shut(drop=True)
+
+    def after_fork_in_child(self) -> None:
+        """The child has no flush thread and must not hold the parent's lock: every append here raises."""
+        self._lock = threading.Lock()  # the parent's threads may have held the old ones
+        self._waiters = Waiters(self._waiter_state)
+        self._refusal = JournalForked(
+            f"{self.directory}: this writer belongs to process {self._pid}; a forked child opens its own journal"
+        )
+        self._limit = -1
+        self._closed = True
+        self._flusher.after_fork_in_child()
+        self._dir_lock.drop()
+
+    def _waiter_state(self) -> tuple[int, bool, BaseException | None]:
+        failure = None if self._closing_now() else self._refusal
+        return self._flusher.durable_upto, not self.above_high_mark, failure
+
+    def __enter__(self) -> JournalWriter[E]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except JournalError:
+            if error is None:
+                raise
+            logger.exception("%s: closing after another error", self.directory)
