@@ -10,6 +10,7 @@ Paths in a file are relative to that file's folder, paths in an override to the 
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import logging
 import math
@@ -126,6 +127,8 @@ def _type_text(annotation: Any) -> str:
     bounds = [
         f"{sign} {getattr(meta, name)}" for name, sign in signs for meta in metas if getattr(meta, name) is not None
     ]
+    if any(meta.min_length for meta in metas):
+        words += ", not empty"
     return words + (" " + " and ".join(bounds) if bounds else "")
 
 
@@ -139,7 +142,7 @@ def _show(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML where ``1e-4`` is a number and a key given twice is an error; plain PyYAML has it a text and a silent loss."""
+    """YAML where ``1e-4`` is a number and a key given twice is an error; in plain PyYAML it is a text, and a loss."""
 
 
 _Loader.add_implicit_resolver(
@@ -211,10 +214,10 @@ def build_config(
     for override in overrides:
         _apply_override(override, values)
     base = Path(folder).resolve()
-    for info in iter_keys():
+    for info in _known().values():
         if info.is_path and info.path in values:
             value, origin = values[info.path]
-            if isinstance(value, str):
+            if value and isinstance(value, str):
                 # An override is typed at a prompt: there, a relative path means the current folder.
                 start = base if origin == source else Path.cwd()
                 values[info.path] = (str((start / Path(value).expanduser()).resolve()), origin)
@@ -263,10 +266,12 @@ def _apply_override(override: str, values: dict[str, tuple[Any, str]]) -> None:
     values[path] = (_parse_yaml(text, origin), origin)
 
 
+@functools.cache
 def _known() -> dict[str, KeyInfo]:
     return {info.path: info for info in iter_keys()}
 
 
+@functools.cache
 def _sections() -> set[str]:
     return {path.rpartition(".")[0] for path in _known()}
 
@@ -288,18 +293,18 @@ def _nearest(path: str) -> str:
 def _convert(values: Mapping[str, tuple[Any, str]], source: str) -> dict[str, Any]:
     """Check each value by itself, so that a message can name value, place and what was expected."""
     checked: dict[str, Any] = {}
-    for info in iter_keys():
+    for info in _known().values():
         if info.path not in values:
             if info.required:
                 raise ConfigError(f"{source}: {info.path} is missing: {info.doc}")
             continue
         value, origin = values[info.path]
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{origin}: {info.path}: expected a finite number, got {_show(value)}")
         try:
             checked[info.path] = msgspec.convert(value, info.type)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{origin}: {info.path}: expected {info.expected}, got {_show(value)}") from error
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{origin}: {info.path}: expected a finite number, got {_show(value)}")
     return checked
 
 
@@ -324,7 +329,7 @@ def dump_config(config: Config) -> str:
 
 def semantic_settings(config: Config) -> dict[str, Any]:
     """The value of every fixed key, recorded in the journal when a run starts."""
-    return {info.path: get_key(config, info.path) for info in iter_keys() if info.resume == FIXED}
+    return {info.path: get_key(config, info.path) for info in _known().values() if info.resume == FIXED}
 
 
 def semantic_fingerprint(config: Config) -> str:
@@ -339,7 +344,7 @@ def semantic_differences(recorded: Mapping[str, Any], config: Config) -> list[Di
     yet counts with its default.
     """
     differences = []
-    for info in iter_keys():
+    for info in _known().values():
         if info.resume == FIXED:
             before, now = recorded.get(info.path, info.default), get_key(config, info.path)
             if before != now:
