@@ -66,8 +66,9 @@ class Flusher:
 
     @property
     def interval_s(self) -> float:
-        """Effective flush interval: the configured one, or the smoothed sync time on slow storage, so that the device
-        is idle about half of the time and frames grow instead of their number.
+        """Effective flush interval: the configured one, or on slow storage the smoothed sync time.
+
+        So the device is idle about half of the time, and frames grow instead of their number.
         """
         base = self._options.flush_interval_ms
         slow = min(self._sync_smooth_s * 1e3, self._options.flush_interval_ms_max)

@@ -169,7 +169,7 @@ def parse_frame_header(data: bytes | memoryview, where: str) -> FrameHeader | st
         )
     if fields[4] != 0:
         return "reserved field is not zero"
-    if not header.count > 0 or not 0 < header.stored_bytes <= STORED_BYTES_MAX:
+    if header.events == 0 or not 0 < header.stored_bytes <= STORED_BYTES_MAX:
         return "impossible count or length in the frame header"
     if not 0 < header.raw_bytes <= RAW_BYTES_MAX or header.durable_upto > header.first_offset:
         return "impossible length or watermark in the frame header"
@@ -221,9 +221,7 @@ def parse_preamble(data: bytes | memoryview, where: str) -> Preamble | str:
     if len(data) < PREAMBLE_BYTES or _START.unpack_from(data)[1] != PREAMBLE_BYTES - 8:
         return "segment preamble of a wrong length"
     fields = _SEGMENT_BODY.unpack_from(data)
-    (_, _, _, _, id_bytes, compat, incompat, incarnation, pred_chain, first, pred_first, pred_bytes, wall, name) = (
-        fields
-    )
+    id_bytes, compat, incompat, incarnation, pred_chain, first, pred_first, pred_bytes, wall, name = fields[4:]
     if incompat & ~INCOMPAT_KNOWN:
         raise JournalUnsupported(
             f"{where}: needs features 0x{incompat:x} that this release does not know. Use a newer unlost."

@@ -25,9 +25,7 @@ class EventTypes:
             if not (isinstance(cls, type) and issubclass(cls, msgspec.Struct)):
                 raise JournalError(f"{cls!r} is not a msgspec Struct: a journal's events must be")
             if cls.__struct_config__.tag is None:
-                raise JournalError(
-                    f"{cls.__name__} has no tag: give it tag=<int>, or it can't be told apart"
-                )
+                raise JournalError(f"{cls.__name__} has no tag: give it tag=<int>, or it can't be told apart")
         self.classes = frozenset(classes)
         union: Any = Union[classes]  # noqa: UP007  built from a tuple at run time
         self.decode_frame = msgspec.msgpack.Decoder(list[union]).decode

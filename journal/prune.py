@@ -78,8 +78,10 @@ def prune_locked(
     floor_max: int,
     dry_run: bool = False,
 ) -> PruneReport:
-    """The work, under the caller's lock. ``floor_max``: newest durable event; its segment and later ones stay, so
-    that the incarnation and the chain are never forgotten.
+    """The work, under the caller's lock.
+
+    ``floor_max``: newest durable event; its segment and later ones stay, so that the incarnation and the chain are
+    never forgotten.
     """
     found = survey(storage, directory)
     floor = _new_floor(found, min(before_offset, floor_max))

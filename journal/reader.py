@@ -169,8 +169,9 @@ class JournalReader(Generic[E]):
                         yield view
 
     def offset_at(self, wall_ns: int) -> int:
-        """First offset of the newest frame written at or before this wall-clock time (the floor if none was): where
-        to begin reading for a time. Headers only; clocks may jump, so treat it as a hint.
+        """First offset of the newest frame written at or before this wall-clock time (the floor if none was).
+
+        Where to begin reading for a time; from headers only. Clocks may jump, so treat it as a hint.
         """
         chain = self._survey.chain
         index = len(chain) - 1
@@ -241,8 +242,10 @@ class JournalReader(Generic[E]):
             self.tail = TailInfo(segment.name, verdict.end.byte, verdict.length, verdict.reason)
 
     def _mended(self, segment: SegmentFile, at: Position) -> bool:
-        """Beside a running writer, bytes that were never durable may have been cut and written anew between two
-        looks: what is here now is an intact frame. Then this look simply ends before it.
+        """Whether what looked bad is an intact frame now.
+
+        Beside a running writer, bytes that were never durable may have been cut and written anew between two looks;
+        then this look simply ends before them.
         """
         file, again = open_walk(self._storage, segment, self.directory)
         try:
@@ -384,8 +387,9 @@ class JournalReader(Generic[E]):
             file.close()
 
     def sync_read(self) -> None:
-        """Fdatasync every segment read so far, and the directory: afterwards what was read can't vanish in a power
-        cut (protocol rule 2). Raises OSError.
+        """Sync every segment read so far, and the directory.
+
+        Afterwards what was read can't vanish in a power cut (protocol rule 2). Raises OSError.
         """
         for path in sorted(self._touched):
             file = self._storage.open(path)

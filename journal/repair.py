@@ -76,9 +76,9 @@ def _plan(storage: Storage, path: str, report: VerifyReport) -> RepairReport:
             removed.append(name)
         elif name == bad.segment and bad.byte is not None:
             cut.append(f"{name}@{bad.byte}")
-    if not removed and not cut and not any(start < keep for start in starts):
+    if not removed and not cut and all(start >= keep for start in starts):
         raise JournalError(
-            f"{path}: {bad.segment} is {bad.reason}; nothing is left that cutting could keep. Restore the file from a copy."
+            f"{path}: {bad.segment} is {bad.reason}; nothing is left that cutting could keep. Restore it from a copy."
         )
     known_end = max([report.watermark, keep, *starts])
     lost = known_end - keep if first <= keep else None

@@ -68,8 +68,10 @@ class Window:
 
 
 class Position(NamedTuple):
-    """Where the next frame begins: byte in the segment, offset of its first event, chain so far, frames passed, and
-    when (wall clock, nanoseconds) the last of them was written (None if none).
+    """Where the next frame begins.
+
+    Byte in the segment, offset of its first event, chain so far, frames passed, and when (wall clock, nanoseconds) the
+    last of them was written (None if none).
     """
 
     byte: int
@@ -122,8 +124,9 @@ class FrameWalk:
         self.bad: Bad | None = None
 
     def step(self) -> FrameHeader | None:
-        """The header of the next frame, checked with its chain but without its payload; None at the end or at bad
-        bytes. Afterwards ``position`` is behind that frame. Raises JournalUnsupported.
+        """The header of the next frame, checked with its chain but without its payload.
+
+        None at the end or at bad bytes. Afterwards ``position`` is behind that frame. Raises JournalUnsupported.
         """
         at = self.position
         if at.byte >= self.window.end:
@@ -234,8 +237,9 @@ def judge(window: Window, bad: Bad, watermark: int, *, named_bytes: int | None, 
 
 
 def find_later_frame(window: Window, bad: Position, *, strict: bool) -> tuple[int, FrameHeader] | None:
-    """The first intact frame after ``bad`` that proves the bad bytes durable: its ``durable_upto`` lies above them,
-    or (``strict``) its events come after them.
+    """The first intact frame after ``bad`` that proves the bad bytes durable.
+
+    Its ``durable_upto`` lies above them, or (``strict``) its events come after them.
     """
     at = bad.byte + 1
     overlap = len(FRAME_START) - 1

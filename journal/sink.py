@@ -2,12 +2,12 @@
 
 Between two calls of ``commit`` every byte of the open segment is durable. That makes each failure simple:
 
-| what failed            | what is known                      | what is done                                             |
-|------------------------|------------------------------------|----------------------------------------------------------|
-| create                 | nothing changed                    | the caller tries again                                   |
-| write, or short write  | bytes after the durable end are ?  | cut back to the durable end; if that fails, as fsync     |
-| fdatasync              | the kernel may have dropped pages  | never sync that file again: leave it, go on in a new one |
-| directory sync         | the new name may be lost           | as fdatasync                                             |
+| what failed           | what is known                     | what is done                                             |
+|-----------------------|-----------------------------------|----------------------------------------------------------|
+| create                | nothing changed                   | the caller tries again                                   |
+| write, or short write | bytes after the durable end are ? | cut back to the durable end; if that fails, as fdatasync |
+| fdatasync             | the kernel may have dropped pages | never sync that file again: leave it, go on in a new one |
+| directory sync        | the new name may be lost          | as fdatasync                                             |
 
 Frames stay with the caller until they are durable, so a new segment is written from memory and names the durable end
 of the one left behind (docs/FORMAT.md, "Predecessor").

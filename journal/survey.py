@@ -213,8 +213,10 @@ def _check_identity(result: Survey, floor: Mark | None) -> None:
 
 
 def _find_watermark(result: Survey, slots: list[Mark], any_files: bool) -> None:
-    """Highest durable offset: WATERMARK's slots, each only up to where a newer incarnation begins, and the newest
-    segment's start (a segment is begun only when everything before it is durable).
+    """Highest durable offset known without reading a frame.
+
+    WATERMARK's slots, each only up to where a newer incarnation begins, and the newest segment's start (a segment is
+    begun only when everything before it is durable).
     """
     marks = [_clip(result, slot) for slot in slots if _same_journal(result, slot)]
     in_band = result.chain[-1].first_offset if result.chain else result.floor

@@ -210,8 +210,9 @@ class JournalWriter(Generic[E]):
             )
 
     def rotate(self, image: E | None = None) -> int | None:
-        """Begin a new segment with the next event; with ``image``, that event is appended as its first and flagged:
-        a fold may begin there. Returns the image's offset. No I/O on the caller.
+        """Begin a new segment with the next event; with ``image``, that is its first event, and flagged.
+
+        A fold may begin at an image. Returns the image's offset. No I/O on the caller.
         """
         if image is None:
             with self._lock:
@@ -333,8 +334,10 @@ class JournalWriter(Generic[E]):
         return isinstance(self._refusal, JournalClosed) and not self._closed
 
     def sync_watermark(self) -> None:
-        """Sync events, then the WATERMARK file: before an effect that destroys something (clearing, pruning), so that
-        its event can't be taken for a torn tail after a power cut. Blocks; raises JournalFailed, JournalTimeout.
+        """Sync events, then the WATERMARK file. Blocks; raises JournalFailed, JournalTimeout.
+
+        To be called before an effect that destroys something (clearing, pruning), so that its event can't be taken
+        for a torn tail after a power cut.
         """
         self.sync()
         self.check_ownership()
@@ -344,8 +347,9 @@ class JournalWriter(Generic[E]):
             raise JournalFailed(f"{self.directory}: WATERMARK can't be made durable: {error}") from error
 
     def check_ownership(self) -> None:
-        """Raise JournalFenced if a newer writer has taken this journal over: call before publishing, clearing or
-        pruning, where the lock may not hold between machines.
+        """Raise JournalFenced if a newer writer has taken this journal over.
+
+        To be called before publishing, clearing or pruning: between machines the lock may not hold.
         """
         self._refuse_if_ended()
         try:
@@ -357,8 +361,9 @@ class JournalWriter(Generic[E]):
     # ------------------------------------------------------------------ flushing
 
     def pump(self) -> None:
-        """One flush on the calling thread: everything queued becomes durable, or a failure is dealt with as the
-        options say. For ``threaded=False``; harmless otherwise.
+        """One flush on the calling thread, for ``threaded=False``; harmless otherwise.
+
+        Everything queued becomes durable, or a failure is dealt with as the options say.
         """
         failure = self._flusher.cycle()
         self._after_cycle(failure)
@@ -469,8 +474,10 @@ class JournalWriter(Generic[E]):
         self._wake.set()
 
     def _shut(self, *, drop: bool = False) -> None:
-        """Stop the thread and let go of files and lock. A thread that hangs in the storage does the last part itself
-        when it comes back: the lock must not go while a write may still happen.
+        """Stop the thread and let go of files and lock.
+
+        A thread that hangs in the storage does the last part itself when it comes back: the lock must not go while a
+        write may still happen.
         """
         self._closed = True
         self._dropped = drop
