@@ -128,7 +128,7 @@ def _type_text(annotation: Any) -> str:
         f"{sign} {getattr(meta, name)}" for name, sign in signs for meta in metas if getattr(meta, name) is not None
     ]
     if any(meta.min_length for meta in metas):
-        words += ", not empty"
+        words += " (not empty)"
     return words + (" " + " and ".join(bounds) if bounds else "")
 
 

@@ -153,7 +153,7 @@ def test_unknown_key_in_file_names_file_and_place(tmp_path):
         ("rollout_checkpointing.interval_s=0", "number > 0, or null", "0"),
         ("grpo.learning_rate=.inf", "a finite number", ".inf"),
         ("grpo.learning_rate=.nan", "a finite number", ".nan"),
-        ("model.path=''", "text, not empty", "''"),
+        ("model.path=''", "text (not empty)", "''"),
     ],
 )
 def test_wrong_value_names_place_value_and_what_was_expected(override, expected, value):
