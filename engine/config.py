@@ -50,6 +50,8 @@ _S = TypeVar("_S", bound=Section)
 class ConfigError(UnlostError):
     """The configuration cannot be used; the message is one line naming source, key and remedy."""
 
+    exit_code = 2
+
 
 class KeyInfo(msgspec.Struct, frozen=True):
     """One key of the tree, for documentation and checks. ``default`` is ``msgspec.NODEFAULT`` when it must be given."""

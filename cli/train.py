@@ -1,0 +1,99 @@
+"""``unlost train``: start a run, or go on with it; the same command does both."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..engine.config import Config
+    from ..engine.progress import Outcome, StopRequest
+    from .progress_view import ProgressView
+
+
+def train(
+    path: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.", show_default=False)],
+    override: Annotated[
+        list[str] | None, typer.Option("-o", "--override", metavar="KEY=VALUE", help="Set a key: -o grpo.max_steps=50")
+    ] = None,
+    restore: Annotated[
+        str,
+        typer.Option(metavar="latest|STEP|none", help="Checkpoint to go on from; none: step 0, rollouts kept."),
+    ] = "latest",
+) -> None:
+    """Train, or go on with a run that was stopped or killed: the same command again.
+
+    Ctrl-C, SIGTERM, `stop.signal` and `stop.deadline_s` end it in good order; Ctrl-C again skips the last checkpoint.
+    """
+    if restore not in ("latest", "none") and not restore.isdecimal():
+        raise typer.BadParameter(f"expected latest, none or a step number, got {restore!r}", param_hint="--restore")
+    from ..engine.config import load_config
+
+    config = load_config(path, override or ())
+    _require_training_packages()
+    from ..engine.progress import StopRequest
+    from .progress_view import progress_view
+    from .signals import stopping
+
+    stop = StopRequest()
+    with progress_view() as view, stopping(stop, config.stop):
+        outcome = _run_beside(config, restore, view, stop)
+    _report(outcome)
+    raise typer.Exit(outcome.exit_code)
+
+
+def _require_training_packages() -> None:
+    from .errors import TrainUnavailable
+
+    for package in ("ray", "torch", "transfer_queue", "transformers"):
+        try:
+            found = importlib.util.find_spec(package) is not None
+        except ValueError:  # a module that another tool has put in place without a spec
+            found = True
+        if not found:
+            raise TrainUnavailable(f"training needs the package {package}: pip install 'unlost[train]'")
+
+
+def _run_beside(config: Config, restore: str, view: ProgressView, stop: StopRequest) -> Outcome:
+    """Run the engine in a thread of its own and wait here.
+
+    Signal handlers run on the main thread between bytecodes: so it must not sit in a blocking call of Ray or torch, and
+    ``ray.init`` on the main thread would put its own SIGTERM handler in place of ours.
+    """
+    results: list[Outcome] = []
+    errors: list[BaseException] = []
+
+    def engine() -> None:
+        try:
+            from ..engine.launch import run_training
+
+            results.append(run_training(config, restore=restore, on_progress=view.update, stop=stop))
+        except BaseException as error:  # noqa: BLE001 - raised again on the main thread
+            errors.append(error)
+
+    thread = threading.Thread(target=engine, name="engine")
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _report(outcome: Outcome) -> None:
+    from ..engine.progress import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_RESUMABLE
+
+    line = f"{outcome.reason}: {outcome.detail}" if outcome.detail else outcome.reason
+    if outcome.exit_code in (EXIT_RESUMABLE, EXIT_INTERRUPTED):
+        line += "; the same command goes on from here"
+    if outcome.exit_code == EXIT_FAILED:
+        print("unlost: " + " ".join(line.split()), file=sys.stderr)
+    else:
+        print(line)
+    if outcome.exit_code == EXIT_FINISHED:
+        print(f"run folder: {outcome.run_dir}")
