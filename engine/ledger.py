@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ..replay import events as ev
-from ..replay.state import DISPATCHED, State
+from ..replay.state import COMMITTED, COMPLETE, DISPATCHED, SEALED, UNFINISHED, State
 from ..replay.transitions import TRANSITIONS
 from .protocols import Clock
 
@@ -47,7 +47,8 @@ class Ledger:
         self.writer = writer
         self.clock = clock
         self.late = 0
-        self._wakers: list[Callable[[], None]] = []
+        self.changed = asyncio.Event()
+        self.stopping = False
 
     def record(self, event: ev.Event) -> int:
         """Check, journal and apply one event. Returns its offset.
@@ -62,13 +63,25 @@ class Ledger:
         effect(state, event)
         state.offset = offset + 1
         state.t = event.t
-        for wake in self._wakers:
-            wake()
+        self.changed.set()
         return offset
 
-    def on_change(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` after every event; it must be cheap and must not record."""
-        self._wakers.append(wake)
+    async def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Until ``condition`` holds (True), looked at after every event; False if the run is stopping first.
+
+        One event object serves all waiters: each clears it and waits with no ``await`` between, so none misses a set.
+        """
+        while not condition():
+            if self.stopping:
+                return False
+            self.changed.clear()
+            await self.changed.wait()
+        return True
+
+    def stop(self) -> None:
+        """Let every waiter go; events can still be recorded."""
+        self.stopping = True
+        self.changed.set()
 
     async def durable(self, offset: int) -> None:
         """Wait until the event at ``offset`` is durable."""
@@ -115,7 +128,9 @@ class Ledger:
         )
         return admission_id, self.record(event)
 
-    def dispatch(self, group: int, sibling: int, worker: int, weights: tuple[int, int], prefix: int = 0) -> ev.AttemptKey:
+    def dispatch(
+        self, group: int, sibling: int, worker: int, weights: tuple[int, int], prefix: int = 0
+    ) -> ev.AttemptKey:
         """Start the sibling's next attempt; returns its identity."""
         attempt = self.state.groups[group].siblings[sibling].attempt + 1
         self.record(ev.AttemptDispatched(self.clock.now_us(), group, sibling, attempt, worker, *weights, prefix))
@@ -126,8 +141,7 @@ class Ledger:
         group = self.state.groups.get(key.group)
         if group is None:
             return False
-        sibling = group.siblings[key.sibling]
-        return sibling.status == DISPATCHED and sibling.attempt == key.attempt and sibling.incarnation == key.incarnation
+        return group.siblings[key.sibling].status == DISPATCHED and group.key(key.sibling) == key
 
     def seal(self, key: ev.AttemptKey, receipt: ev.Receipt, *, adopted: bool = False) -> bool:
         """Take over a finished sibling. False if it comes too late (its group is gone): the caller clears its row."""
@@ -165,8 +179,19 @@ class Ledger:
         t = self.clock.now_us()
         self.record(ev.AttemptAbandoned(t, key.group, key.sibling, key.attempt, reason, tokens, durable))
 
+    def lose(self, key: ev.AttemptKey, reason: str) -> bool:
+        """A sealed sibling has to be generated again (its payload is lost). False if its group moved on."""
+        group = self.state.groups.get(key.group)
+        if group is None or group.status not in (UNFINISHED, COMPLETE, COMMITTED):
+            return False
+        sibling = group.siblings[key.sibling]
+        if sibling.status != SEALED or sibling.attempt != key.attempt or sibling.receipt is None:
+            return False
+        self._abandon(key, reason, sibling.receipt.tokens, 0)
+        return True
+
     def commit_group(self, group_id: int) -> bool:
-        """Hand a complete group whose rows are all in the data plane to the buffer. False if it is not complete any more."""
+        """Hand a complete group, its rows all in the data plane, to the buffer. False if it is not complete any more."""
         group = self.state.groups.get(group_id)
         if group is None or group_id not in self.state.complete:
             return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ..journal.errors import UnlostError
@@ -40,8 +40,24 @@ class Sampler(ABC):
         """(target step or -1, dispatch index) of the batch to be admitted now."""
 
     @abstractmethod
+    def buckets(self, state: State) -> list[Collection[int]]:
+        """Committed groups that the next step may use, in any order; must not loop over groups."""
+
+    def order(self, state: State, groups: Iterable[int]) -> list[int]:
+        """Their order of preference: slots, that is the order of admission."""
+        return by_slot(state, groups)
+
+    def ready(self, state: State) -> int:
+        """How many groups the next step could take now."""
+        return sum(len(bucket) for bucket in self.buckets(state))
+
     def selectable(self, state: State) -> list[int]:
-        """Committed groups that the next step may use, in the order of preference."""
+        """Those groups in the order of preference."""
+        return self.order(state, (g for bucket in self.buckets(state) for g in bucket))
+
+    def has_stale(self, state: State) -> bool:
+        """Whether ``evictable`` or ``stale_in_flight`` would name any group; cheap."""
+        return False
 
     def evictable(self, state: State) -> list[int]:
         """Committed groups that no step will use any more."""
@@ -72,8 +88,7 @@ class Sampler(ABC):
         """Between ``minimum`` and ``maximum`` groups for the next step, or none."""
         if not 1 <= minimum <= maximum:
             raise SamplerError(f"select needs 1 <= min <= max, got {minimum} and {maximum}")
-        groups = self.selectable(state)
-        return groups[:maximum] if len(groups) >= minimum else []
+        return self.selectable(state)[:maximum] if self.ready(state) >= minimum else []
 
 
 def by_slot(state: State, groups: Iterable[int]) -> list[int]:
@@ -132,8 +147,11 @@ class InOrder(_Gated):
         _, index = super().stamp(state)
         return index, index
 
-    def selectable(self, state: State) -> list[int]:
-        return by_slot(state, state.committed_by_target.get(state.trainer_version, ()))
+    def buckets(self, state: State) -> list[Collection[int]]:
+        return [state.committed_by_target.get(state.trainer_version, ())]
+
+    def has_stale(self, state: State) -> bool:
+        return any(t < state.trainer_version for t in state.committed_by_target)
 
     def evictable(self, state: State) -> list[int]:
         old = [t for t in state.committed_by_target if t < state.trainer_version]
@@ -154,6 +172,10 @@ class _Staleness:
 
     def oldest(self, state: State) -> int:
         return max(0, state.trainer_version - self.staleness)
+
+    def has_stale(self, state: State) -> bool:
+        oldest = self.oldest(state)
+        return any(w < oldest for w in state.committed_by_weight)
 
     def evictable(self, state: State) -> list[int]:
         oldest = self.oldest(state)
@@ -179,16 +201,22 @@ class Windowed(_Staleness, Sampler):
     def stamp(self, state: State) -> tuple[int, int]:
         return -1, state.dispatch_index
 
-    def selectable(self, state: State) -> list[int]:
+    def buckets(self, state: State) -> list[Collection[int]]:
         oldest, newest = self.oldest(state), state.trainer_version
-        inside = [g for w, groups in state.committed_by_weight.items() if oldest <= w <= newest for g in groups]
+        return [groups for w, groups in state.committed_by_weight.items() if oldest <= w <= newest]
+
+    def order(self, state: State, groups: Iterable[int]) -> list[int]:
         if self.freshest_first:
-            return sorted(inside, key=lambda g: (-state.groups[g].start_weight, state.groups[g].slot))
-        return by_slot(state, inside)
+            return sorted(groups, key=lambda g: (-state.groups[g].start_weight, state.groups[g].slot))
+        return by_slot(state, groups)
+
+    def has_stale(self, state: State) -> bool:
+        oldest = self.oldest(state)
+        return super().has_stale(state) or any(w < oldest for w in state.pending_by_weight)
 
     def stale_in_flight(self, state: State) -> list[int]:
         oldest = self.oldest(state)
-        if not any(w < oldest for w in state.pending_by_weight):
+        if all(w >= oldest for w in state.pending_by_weight):
             return []
         return [g for g in state.unfinished if state.groups[g].start_weight < oldest]
 
@@ -208,12 +236,12 @@ class WeightFifo(_Staleness, _Gated):
 
     def _first_weight(self, state: State) -> int | None:
         oldest, newest = self.oldest(state), state.trainer_version
-        present = [w for table in (state.committed_by_weight, state.pending_by_weight) for w in table if oldest <= w <= newest]
-        return min(present, default=None)
+        tables = (state.committed_by_weight, state.pending_by_weight)
+        return min((w for table in tables for w in table if oldest <= w <= newest), default=None)
 
-    def selectable(self, state: State) -> list[int]:
+    def buckets(self, state: State) -> list[Collection[int]]:
         first = self._first_weight(state)
-        return [] if first is None else by_slot(state, state.committed_by_weight.get(first, ()))
+        return [] if first is None else [state.committed_by_weight.get(first, ())]
 
     def needed_next(self, state: State, group: Group) -> bool:
         return group.start_weight == self._first_weight(state)
@@ -227,9 +255,8 @@ class ReadyFirst(_Gated):
     def __init__(self, max_staleness_versions: int = 1) -> None:
         super().__init__(max_staleness_versions)
 
-    def selectable(self, state: State) -> list[int]:
-        newest = state.trainer_version
-        return by_slot(state, (g for w, groups in state.committed_by_weight.items() if w <= newest for g in groups))
+    def buckets(self, state: State) -> list[Collection[int]]:
+        return [groups for w, groups in state.committed_by_weight.items() if w <= state.trainer_version]
 
 
 def make_sampler(

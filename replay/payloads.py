@@ -430,13 +430,13 @@ class PayloadStore:
         return assemble(journal, offset, record, chunks)
 
     def _records(self, journal: str, offsets: Sequence[int]) -> list[PayloadRecord]:
-        """Records by offset. A reader that was opened before they were written is opened again, once."""
+        """Records by offset. A reader that was opened before they were written looks again."""
         if not offsets:
             return []
         try:
             known = self._readers.get(journal)
             if known is not None and max(offsets) >= known.end_offset:
-                self.forget(journal)
+                known.refresh()
             by_offset = self._reader(journal).get_many(offsets)
         except JournalMissing as error:
             raise PayloadMissing(journal, max(offsets), str(error)) from error

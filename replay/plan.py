@@ -39,6 +39,7 @@ class SiblingAction:
     sibling: int
     action: str
     prefix: int = 0
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class RestorePlan:
     rolled_back: list[int]
     adopt: list[tuple[ev.AttemptKey, ev.Receipt]]
     abandon: list[tuple[ev.AttemptKey, str, int]]
-    lost: list[ev.AttemptKey]
+    lost: list[tuple[ev.AttemptKey, str]]
     prefixes: dict[tuple[int, int], AttemptTail]
     groups: list[GroupAction]
     counters: dict[str, int]
@@ -142,7 +143,7 @@ def _plan_group(
         if sibling.status == SEALED:
             assert sibling.receipt is not None
             lost = not payload_readable(key, sibling.receipt)
-            actions.append(SiblingAction(index, "regenerate" if lost else "reuse"))
+            actions.append(SiblingAction(index, "regenerate" if lost else "reuse", 0, ev.ABANDON_PAYLOAD_LOST if lost else ""))
         elif sibling.status == DISPATCHED and tail is not None and tail.sealed is not None:
             actions.append(SiblingAction(index, "adopt"))
         elif tail is not None and tail.prefix_tokens and resume_prefixes:
@@ -151,7 +152,10 @@ def _plan_group(
             actions.append(SiblingAction(index, "run"))
     if granularity == "prompt_group" and any(a.action not in ("reuse", "adopt") for a in actions):
         for action in actions:
-            action.action, action.prefix = ("regenerate" if action.action == "reuse" else "run"), 0
+            if action.action == "reuse":
+                action.action, action.reason = "regenerate", ev.ABANDON_GRANULARITY
+            elif action.action != "regenerate":
+                action.action, action.prefix = "run", 0
     _carry_into(plan, group, actions, tails, granularity, counters)
 
 
@@ -174,7 +178,7 @@ def _carry_into(
             plan.adopt.append((key, tail.sealed))
             counters["attempts_adopted"] += 1
         elif action.action == "regenerate":
-            plan.lost.append(key)
+            plan.lost.append((key, action.reason))
             counters["attempts_lost"] += 1
             counters["tokens_lost_known"] += sibling.receipt.tokens if sibling.receipt is not None else 0
         elif sibling.status == DISPATCHED:

@@ -169,6 +169,8 @@ class Image(msgspec.Struct, array_like=True):
     generations: int
     fingerprints: dict[str, str]
     settings: dict[str, Any]
+    anchor_t: int
+    anchor_wall_us: int
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -223,6 +225,8 @@ class State:
         self.generations = 0
         self.fingerprints: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
+        self.anchor_t = 0
+        self.anchor_wall_us = 0
         self._derive()
 
     # --- derived indexes -------------------------------------------------------------------------------------------

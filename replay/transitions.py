@@ -78,6 +78,7 @@ def do_run_started(state: State, e: ev.RunStarted) -> None:
     state.incarnation = e.incarnation
     state.fingerprints = e.fingerprints
     state.settings = e.settings
+    state.anchor_t, state.anchor_wall_us = e.t, e.wall_us
     state.ended = ""
     for worker in state.workers.values():
         worker.alive = False
@@ -100,12 +101,12 @@ def _note_generated(state: State, generated: tuple[tuple[int, int], ...]) -> Non
 
 
 def check_worker_started(state: State, e: ev.WorkerStarted) -> None:
-    _need(e.worker >= state.next_worker, e, f"worker id {e.worker} was used before")
+    _need(e.worker not in state.workers, e, f"worker id {e.worker} was used before")
 
 
 def do_worker_started(state: State, e: ev.WorkerStarted) -> None:
     state.workers[e.worker] = Worker(e.worker, e.journal, state.incarnation)
-    state.next_worker = e.worker + 1
+    state.next_worker = max(state.next_worker, e.worker + 1)
 
 
 def check_worker_stopped(state: State, e: ev.WorkerStopped) -> None:
@@ -194,6 +195,7 @@ def do_prompt_replaced(state: State, e: ev.PromptReplaced) -> None:
     given_up = state.groups[e.group]
     replacements = given_up.replacements + 1
     _drop(state, given_up)
+    _count(state, "prompts_given_up")
     del state.spares[e.spare]
     spare = state.groups[e.spare]
     spare.replacements = replacements
@@ -215,6 +217,7 @@ def check_step_shortened(state: State, e: ev.StepShortened) -> None:
 
 def do_step_shortened(state: State, e: ev.StepShortened) -> None:
     _drop(state, state.groups[e.group])
+    _count(state, "prompts_given_up")
     state.shortfall[e.step] = state.shortfall.get(e.step, 0) + e.count
     state.dropped[e.step] = state.dropped.get(e.step, 0) + e.count
 
@@ -249,6 +252,8 @@ def do_group_discarded(state: State, e: ev.GroupDiscarded) -> None:
     _drop(state, group)
     _requeue(state, e.t, group, e.requeued_as)
     _count(state, f"discarded_{e.reason}")
+    if e.reason in (ev.DISCARD_DROPPED, ev.DISCARD_POISONED):
+        _count(state, "prompts_given_up")
 
 
 def _requeue(state: State, t: int, group: Group, new_id: int) -> None:

@@ -1,0 +1,454 @@
+"""The rollout pump: fetch → reserve → admit → dispatch, and each group's way from dispatch to commit.
+
+What is decided is in the ledger. This module holds only what a crash may lose: which tasks run, where a prompt's text
+is cached, how many slots are taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from ..journal.errors import UnlostError
+from ..replay import events as ev
+from ..replay.payloads import AttemptTail, Payload, PayloadDamaged, PayloadStore
+from ..replay.state import COMPLETE, IDLE, UNFINISHED, Group, State
+from .config_keys import Config
+from .ledger import Ledger
+from .protocols import (
+    AttemptAborted,
+    AttemptError,
+    AttemptRequest,
+    Clock,
+    DataPlane,
+    Prefix,
+    Prompt,
+    PromptSource,
+    Row,
+    WorkerLost,
+)
+from .samplers import Sampler, by_slot
+from .workers import Member, WorkerPool
+
+log = logging.getLogger(__name__)
+
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+class RunFailed(UnlostError):
+    """The run can't go on; the message says why and what to do."""
+
+
+def attempt_seed(run_seed: int, group: int, sibling: int) -> int:
+    """63-bit sampling seed of a sibling, the same for every attempt at it."""
+    digest = hashlib.sha256(f"{run_seed}/{group}/{sibling}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def row_of(payload: Payload) -> Row:
+    """A journaled payload as a row of the data plane."""
+    return Row(
+        key=payload.key,
+        prompt_ids=payload.prompt_ids,
+        token_ids=payload.token_ids,
+        logprobs=payload.logprobs,
+        weight_spans=payload.weight_spans,
+        reward=payload.reward,
+        checksum=payload.checksum,
+        truncated=payload.truncated,
+    )
+
+
+class RolloutPump:
+    """Keeps rollouts going until the ledger stops. ``spawn`` starts a task whose failure ends the run."""
+
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        sampler: Sampler,
+        prompts: PromptSource,
+        workers: WorkerPool,
+        data_plane: DataPlane,
+        payloads: PayloadStore | None,
+        clock: Clock,
+        spawn: Spawn,
+    ) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.state = ledger.state
+        self.sampler = sampler
+        self.prompts = prompts
+        self.workers = workers
+        self.data_plane = data_plane
+        self.payloads = payloads
+        self.clock = clock
+        self.in_flight = 0  # launched groups with unsealed siblings
+        self.launched = 0  # launched groups not yet committed or gone
+        self.prefixes: dict[tuple[int, int], AttemptTail] = {}
+        self._spawn = spawn
+        self._rows: dict[int, Prompt] = {}
+        self._waiting: deque[int] = deque()  # admitted groups without a slot
+
+    # --- the pump ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Relaunch what a restore left, then ordinary work. Returns when there is nothing more to admit."""
+        state = self.state
+        self._spawn(self._launcher())
+        for group_id in by_slot(state, [*state.complete, *state.unfinished]):
+            self._launch(group_id)
+        for admission_id in sorted(state.reserved):
+            await self._admit(admission_id)
+        while not self.ledger.stopping:
+            if not self.sampler.admits_at_most(self.config.grpo.max_steps, state):
+                return
+            reserved = await self._reserve()
+            if reserved is not None:
+                admission_id, offset = reserved
+                await self.ledger.durable(offset)
+                await self._admit(admission_id)
+
+    async def _reserve(self) -> tuple[int, int] | None:
+        """Take the next batch out of the loader (protocol rules 3, 4), requeued prompts first. None when stopping."""
+        grpo = self.config.grpo
+        if not await self.ledger.wait_until(self._may_reserve):
+            return None
+        await self.ledger.writer.drain()
+        state = self.state
+        await self._fill_reserve_pool()
+        again = list(state.requeued)[: grpo.num_prompts_per_step]
+        count = grpo.num_prompts_per_step - len(again)
+        fetched, epoch, position = self.prompts.fetch(state.epoch, state.position, count)
+        first = state.next_group
+        admission_id, offset = self.ledger.reserve(
+            [p.ref for p in fetched],
+            grpo.num_generations_per_prompt,
+            (epoch, position),
+            kind=ev.KIND_POOL if again else ev.KIND_ORDINARY,
+            pool_groups=again,
+        )
+        for index, prompt in enumerate(fetched):
+            self._rows[first + index] = prompt
+        return admission_id, offset
+
+    def _may_reserve(self) -> bool:
+        """One batch may wait at the gate; ungated samplers are held by capacity alone."""
+        return len(self._waiting) < self.config.grpo.num_prompts_per_step
+
+    async def _fill_reserve_pool(self) -> None:
+        """``replace``: divert one whole batch to the spare pool when it runs low, once a step has been stamped."""
+        failure = self.config.rollout_failure
+        state = self.state
+        wanted = failure.on_dropped_prompt == "replace" and self.sampler.stamps and state.dispatch_index >= 0
+        if not wanted or len(state.spares) >= failure.replacement_reserve_prompts:
+            return
+        grpo = self.config.grpo
+        fetched, epoch, position = self.prompts.fetch(state.epoch, state.position, grpo.num_prompts_per_step)
+        first = state.next_group
+        _, offset = self.ledger.reserve(
+            [p.ref for p in fetched], grpo.num_generations_per_prompt, (epoch, position), kind=ev.KIND_SPARE
+        )
+        for index, prompt in enumerate(fetched):
+            self._rows[first + index] = prompt
+        await self.ledger.durable(offset)
+
+    async def _admit(self, admission_id: int) -> None:
+        """Wait at the gate without changing anything, then admit in one event and launch."""
+        state = self.state
+        limit = self.config.grpo.max_steps
+        await self.ledger.wait_until(
+            lambda: self.sampler.gate_open(state) or not self.sampler.admits_at_most(limit, state)
+        )
+        if self.ledger.stopping or not self.sampler.admits_at_most(limit, state):
+            return
+        target_step, index = self.sampler.stamp(state)
+        groups = list(state.reserved[admission_id].groups)
+        self.ledger.record(
+            ev.BatchAdmitted(self.clock.now_us(), admission_id, target_step, index, state.trainer_version)
+        )
+        for group_id in groups:
+            self._launch(group_id)
+
+    # --- one group --------------------------------------------------------------------------------------------------
+
+    def _launch(self, group_id: int) -> None:
+        self._waiting.append(group_id)
+        self.ledger.changed.set()
+
+    async def _launcher(self) -> None:
+        """Start waiting groups as capacity allows, in the order of their admission."""
+        while True:
+            if not await self.ledger.wait_until(lambda: self._next_to_start() >= 0):
+                return
+            index = self._next_to_start()
+            group_id = self._waiting[index]
+            del self._waiting[index]
+            self._spawn(self._run_group(group_id))
+            await asyncio.sleep(0)  # it takes its slots before the next one is looked at
+
+    def _next_to_start(self) -> int:
+        """Index in the queue, or -1. A group that the next step needs never waits for a slot (protocol rule 21), nor
+        does one that owned a slot before the restart; such a restore is slow, not stuck."""
+        state, limits = self.state, self.config.async_rl
+        if not self._waiting:
+            return -1
+        busy = self.in_flight >= limits.max_inflight_prompts or self.ledger.writer.above_high_mark
+        if not busy and self.launched + len(state.committed) < limits.max_buffered_rollouts:
+            return 0
+        for index, group_id in enumerate(self._waiting):
+            group = state.groups.get(group_id)
+            if group is None or group.status == COMPLETE or self.sampler.needed_next(state, group):
+                return index
+        return -1
+
+    async def _run_group(self, group_id: int) -> None:
+        """From launch (or relaunch) to commit or removal."""
+        state = self.state
+        self.launched += 1
+        try:
+            while not self.ledger.stopping:
+                group = state.groups.get(group_id)
+                if group is None or group.status not in (UNFINISHED, COMPLETE):
+                    return
+                if group.status == COMPLETE:
+                    self._commit(group)
+                    continue
+                idle = [i for i, s in enumerate(group.siblings) if s.status == IDLE]
+                self.in_flight += 1
+                try:
+                    await asyncio.gather(*(self._run_sibling(group_id, index) for index in idle))
+                finally:
+                    self.in_flight -= 1
+        finally:
+            self.launched -= 1
+            self.ledger.changed.set()
+            if group_id not in state.groups or state.groups[group_id].status not in (UNFINISHED, COMPLETE):
+                self._rows.pop(group_id, None)
+
+    async def _run_sibling(self, group_id: int, index: int) -> None:
+        """Attempts at one sibling until it is sealed, or its group is gone or complete without it."""
+        state = self.state
+        while not self.ledger.stopping:
+            group = state.groups.get(group_id)
+            if group is None or group.status != UNFINISHED or group.siblings[index].status != IDLE:
+                return
+            await self._back_off(group)
+            worker = await self.workers.acquire()
+            try:
+                group = state.groups.get(group_id)
+                if group is None or self.ledger.stopping or group.siblings[index].status != IDLE:
+                    return
+                prefix = await self._prefix(group_id, index)
+                prompt = self._prompt(group)
+                key = self.ledger.dispatch(
+                    group_id, index, worker.worker_id, self.workers.weights_of(worker), prefix.count if prefix else 0
+                )
+                await self._attempt(worker, key, prompt, prefix)
+            finally:
+                self.workers.release(worker)
+
+    async def _attempt(self, worker: Member, key: ev.AttemptKey, prompt: Prompt, prefix: Prefix | None) -> None:
+        """One dispatched attempt to its event, whatever it is."""
+        generation = self.config.generation
+        request = AttemptRequest(
+            key=key,
+            prompt=prompt,
+            seed=attempt_seed(self.config.run.seed, key.group, key.sibling),
+            max_new_tokens=generation.max_new_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            prefix=prefix,
+        )
+        try:
+            receipt = await worker.handle.generate(request)
+        except AttemptError as error:
+            if self.ledger.fail(key, error.kind, error.cause, error.tokens):
+                await self._after_failure(key.group)
+            return
+        except AttemptAborted as aborted:
+            self.ledger.abandon(key, self.workers.abort_reason(key), aborted.tokens, aborted.durable)
+            return
+        except WorkerLost:
+            await self.workers.lost(worker)
+            await self._after_loss(key)
+            return
+        self.workers.note_sealed(worker, receipt.tokens)
+        if self.ledger.seal(key, receipt):
+            await self._put_row(worker, key, receipt)
+
+    async def _put_row(self, worker: Member, key: ev.AttemptKey, receipt: ev.Receipt) -> None:
+        """Row into the data plane. The worker has it at hand; else it comes from the payload journal."""
+        try:
+            await worker.handle.put_row(key)
+        except (WorkerLost, KeyError):
+            if not await self._put_from_payload(key, receipt):
+                self.ledger.lose(key, ev.ABANDON_PAYLOAD_LOST)
+        if key.group not in self.state.groups:  # discarded while its row was on the way
+            await self.data_plane.clear([key.row_key()])
+
+    async def _put_from_payload(self, key: ev.AttemptKey, receipt: ev.Receipt) -> bool:
+        if self.payloads is None:
+            return False
+        try:
+            payload = await asyncio.to_thread(self.payloads.load, receipt, key)
+        except PayloadDamaged as error:
+            log.error("group %d sibling %d: %s", key.group, key.sibling, error)
+            return False
+        await self.data_plane.put(row_of(payload))
+        return True
+
+    def _commit(self, group: Group) -> None:
+        """All rows are in the data plane: hand the group to the buffer, unless a filter refuses it."""
+        if self._filtered(group):
+            self.ledger.record(ev.GroupDiscarded(self.clock.now_us(), group.id, ev.DISCARD_FILTERED, "zero variance"))
+            return
+        self.ledger.commit_group(group.id)
+
+    def _filtered(self, group: Group) -> bool:
+        if self.config.async_rl.group_filter != "zero_variance":
+            return False
+        rewards = {s.receipt.reward for s in group.siblings if s.receipt is not None}
+        return len(rewards) <= 1
+
+    def _prompt(self, group: Group) -> Prompt:
+        prompt = self._rows.get(group.id)
+        if prompt is None:
+            prompt = self._rows[group.id] = self.prompts.reread(group.prompt)
+        return prompt
+
+    async def _prefix(self, group_id: int, index: int) -> Prefix | None:
+        """The sibling's longest durable prefix (protocol rules 7, 10), if it is to be reused."""
+        tail = self.prefixes.pop((group_id, index), None)
+        if tail is None or self.payloads is None or self.config.async_rl.prefix != "resume":
+            return None
+        try:
+            ids, logprobs, spans = await asyncio.to_thread(self.payloads.load_prefix, tail)
+        except PayloadDamaged as error:
+            log.error("group %d sibling %d: prefix not used: %s", group_id, index, error)
+            return None
+        return Prefix(token_ids=ids, logprobs=logprobs, weight_spans=spans)
+
+    async def _after_loss(self, key: ev.AttemptKey) -> None:
+        """A worker died: what it had made durable is the next attempt's prefix, or already its seal."""
+        tail = None
+        if self.payloads is not None:
+            journal = self.state.workers[self.state.groups[key.group].siblings[key.sibling].worker].journal
+            tails = await asyncio.to_thread(self.payloads.sealed_tails, {key: journal})
+            tail = tails.attempts[key]
+        if tail is not None and tail.sealed is not None and self.ledger.is_running(key):
+            self.ledger.seal(key, tail.sealed, adopted=True)
+            if not await self._put_from_payload(key, tail.sealed):
+                raise RunFailed(f"group {key.group} sibling {key.sibling}: its payload was readable and now is not")
+            return
+        durable = tail.prefix_tokens if tail is not None else 0
+        if tail is not None and durable:
+            self.prefixes[key.group, key.sibling] = tail
+        if self.ledger.abandon(key, ev.ABANDON_WORKER_LOST, durable, durable):
+            group = self.state.groups[key.group]
+            if group.worker_losses > self.config.rollout_failure.max_infra_attempts_per_prompt:
+                self._give_up(group, ev.DISCARD_POISONED, f"{group.worker_losses} workers lost")
+
+    # --- failures ---------------------------------------------------------------------------------------------------
+
+    async def _back_off(self, group: Group) -> None:
+        failure = self.config.rollout_failure
+        tries = group.infra_failures
+        if tries:
+            await self.clock.sleep(min(failure.backoff_base_s * 2 ** (tries - 1), failure.max_backoff_s))
+
+    async def _after_failure(self, group_id: int) -> None:
+        group = self.state.groups.get(group_id)
+        if group is None:
+            return
+        failure = self.config.rollout_failure
+        if group.data_failures >= failure.max_data_attempts_per_prompt:
+            self._give_up(group, ev.DISCARD_DROPPED, f"{group.data_failures} attempts failed on its data")
+        elif group.infra_failures >= failure.max_infra_attempts_per_prompt:
+            self._give_up(group, ev.DISCARD_DROPPED, f"{group.infra_failures} attempts failed on infrastructure")
+
+    def _give_up(self, group: Group, reason: str, detail: str) -> None:
+        """Replace, shrink or drop (PromptReplaced, StepShortened, GroupDiscarded), then cancel what still runs."""
+        state, failure = self.state, self.config.rollout_failure
+        log.error("prompt %s (group %d) given up: %s", group.prompt.sample_id, group.id, detail)
+        running = self.ledger.running(group.id)
+        t = self.clock.now_us()
+        spare = next(iter(state.spares), None)
+        stamped = group.target_step >= 0
+        if (
+            failure.on_dropped_prompt == "replace"
+            and stamped
+            and spare is not None
+            and group.replacements < failure.max_replacement_attempts
+        ):
+            self.ledger.record(replacement(state, t, group, reason, spare))
+            self._launch(spare)
+        elif stamped:
+            require_floor(state, self.config, group.target_step)
+            self.ledger.record(ev.StepShortened(t, group.id, reason, group.target_step))
+        else:
+            self.ledger.record(ev.GroupDiscarded(t, group.id, reason, detail))
+        self.abort(running, ev.ABANDON_GROUP_DISCARDED)
+        given_up = state.counters.get("prompts_given_up", 0)
+        if given_up > failure.max_skipped_prompts:
+            raise RunFailed(
+                f"{given_up} prompt(s) given up, rollout_failure.max_skipped_prompts is {failure.max_skipped_prompts}; "
+                f"the last: {group.prompt.sample_id}: {detail}. See `unlost events RUN --kind AttemptFailed`"
+            )
+
+    def discard(self, group_ids: Sequence[int], reason: str) -> None:
+        """Discard groups that are not worth finishing: ledger first, then their tasks' attempts."""
+        requeue = self.config.async_rl.stale_prompts == "requeue"
+        for group_id in group_ids:
+            running = self.ledger.running(group_id)
+            again = self.state.next_group if requeue else -1
+            self.ledger.record(ev.GroupDiscarded(self.clock.now_us(), group_id, reason, "", again))
+            self.abort(running, ev.ABANDON_GROUP_DISCARDED)
+
+    def abort(self, keys: Sequence[ev.AttemptKey], reason: str) -> None:
+        """Tell the workers to end these attempts, without waiting."""
+        if keys:
+            self._spawn(self.workers.abort(keys, reason))
+
+
+def replacement(state: State, t: int, group: Group, reason: str, spare: int) -> ev.PromptReplaced:
+    """Give up ``group``: borrow a ready group of the furthest later step if there is one, and let the spare repay."""
+    target = group.target_step
+    lender = max((step for step in state.committed_by_target if step > target), default=-1)
+    borrowed = -1
+    if lender >= 0 and target >= state.trainer_version:
+        borrowed = min(state.committed_by_target[lender], key=lambda g: state.groups[g].slot)
+    return ev.PromptReplaced(
+        t,
+        group.id,
+        reason,
+        target,
+        spare,
+        lender if borrowed >= 0 else target,
+        state.trainer_version,
+        borrowed,
+        lender if borrowed >= 0 else -1,
+    )
+
+
+def step_target(state: State, config: Config, step: int) -> int:
+    """Groups that ``step`` trains: the batch less its shortfall (protocol rule 20)."""
+    return config.grpo.num_prompts_per_step - state.shortfall.get(step, 0)
+
+
+def require_floor(state: State, config: Config, step: int) -> None:
+    """Raise RunFailed if one group less would put ``step`` below ``min_step_batch_fraction``."""
+    prompts = config.grpo.num_prompts_per_step
+    floor = max(1, math.ceil(round(prompts * config.rollout_failure.min_step_batch_fraction, 9)))
+    lost = state.shortfall.get(step, 0) + 1
+    if prompts - lost < floor:
+        raise RunFailed(
+            f"step below floor: step {step} has lost {lost} of {prompts} groups, {prompts - lost} left, floor {floor} "
+            f"(rollout_failure.min_step_batch_fraction)"
+        )

@@ -1,0 +1,172 @@
+"""The train pump: evict → select → claim → train → apply → sync weights, and the clears that follow."""
+
+from __future__ import annotations
+
+import logging
+
+from ..replay import events as ev
+from .checkpoints import Checkpointer
+from .config_keys import Config
+from .ledger import Ledger
+from .protocols import Clock, DataPlane, StepResult, Trainer
+from .rollout import RolloutPump, RunFailed, step_target
+from .samplers import Sampler, by_slot
+from .workers import WorkerPool
+
+log = logging.getLogger(__name__)
+
+
+class TrainPump:
+    """One optimizer step after the other until ``max_steps``."""
+
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        sampler: Sampler,
+        rollout: RolloutPump,
+        workers: WorkerPool,
+        trainer: Trainer,
+        data_plane: DataPlane,
+        checkpointer: Checkpointer | None,
+        clock: Clock,
+    ) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.state = ledger.state
+        self.sampler = sampler
+        self.rollout = rollout
+        self.workers = workers
+        self.trainer = trainer
+        self.data_plane = data_plane
+        self.checkpointer = checkpointer
+        self.clock = clock
+        self.last: StepResult | None = None
+        self._save_due = False
+
+    async def run(self) -> None:
+        """Steps until ``max_steps``, or until asked to stop between two steps."""
+        state = self.state
+        while state.trainer_version < self.config.grpo.max_steps and not self.ledger.stopping:
+            if not await self._claim_step():
+                return
+            await self._train_step()
+            await self._sync_weights()
+            await self._checkpoint_if_due()
+
+    def drop_stale(self) -> int:
+        """Evict from the buffer, and abort in flight, what the sampler calls too old. Returns the groups dropped."""
+        state = self.state
+        requeue = self.config.async_rl.stale_prompts == "requeue"
+        old = self.sampler.evictable(state)
+        for group_id in old:
+            again = state.next_group if requeue else -1
+            self.ledger.record(ev.GroupEvicted(self.clock.now_us(), group_id, ev.ABANDON_STALE, again))
+        in_flight = self.sampler.stale_in_flight(state)
+        self.rollout.discard(in_flight, ev.DISCARD_STALE_IN_FLIGHT)
+        return len(old) + len(in_flight)
+
+    async def _claim_step(self) -> bool:
+        """Claim the next step's groups as they become ready. False when stopping before the step is whole."""
+        state = self.state
+        step = state.trainer_version
+        streaming = self.config.async_rl.min_groups_for_streaming_train
+        while True:
+            missing = step_target(state, self.config, step) - len(state.open_groups)
+            if missing <= 0:
+                return True
+            self.drop_stale()
+            least = missing if streaming is None else min(streaming, missing)
+            chosen = self.sampler.select(state, least, missing)
+            if chosen:
+                self.ledger.record(ev.StepClaimed(self.clock.now_us(), step, tuple(chosen)))
+                continue
+            if not await self.ledger.wait_until(lambda: self._may_claim(step, least)):
+                return False
+
+    def _may_claim(self, step: int, least: int) -> bool:
+        """Cheap: enough groups are ready, something is stale, or a group was given up and the step needs fewer."""
+        state = self.state
+        missing = step_target(state, self.config, step) - len(state.open_groups)
+        return missing < least or self.sampler.ready(state) >= least or self.sampler.has_stale(state)
+
+    async def _train_step(self) -> None:
+        """Train exactly once, also when the trainer's answer is lost (protocol rule 17)."""
+        state = self.state
+        step = state.open_step
+        groups = by_slot(state, state.open_groups)
+        keys = [state.groups[g].sealed_row_keys() for g in groups]
+        result = await self.trainer.train(step, keys)
+        if (result.step, result.trainer_version) != (step, step + 1):
+            raise RunFailed(f"the trainer answered step {result.step} version {result.trainer_version} to step {step}")
+        await self.workers.stats()
+        self.ledger.record(
+            ev.StepApplied(
+                self.clock.now_us(),
+                step,
+                result.trainer_version,
+                result.loss,
+                result.reward_mean,
+                result.tokens,
+                result.seconds,
+                self.workers.generated(),
+                dict(result.metrics),
+            )
+        )
+        self.last = result
+
+    async def _sync_weights(self) -> None:
+        """New weights for every worker; running sequences go on with them, or start again (``weight_sync: abort``)."""
+        state = self.state
+        weights = await self.trainer.publish_weights(state.branch)
+        if self.config.async_rl.weight_sync == "abort":
+            running = [key for g in state.unfinished for key in self.ledger.running(g)]
+            await self.workers.abort(running, ev.ABANDON_WEIGHT_SYNC)
+        pause = await self.workers.sync(weights)
+        self.ledger.record(
+            ev.WeightsSynced(self.clock.now_us(), weights.branch, weights.version, pause, len(self.workers.members))
+        )
+
+    async def _checkpoint_if_due(self) -> None:
+        """At each ``save_period``-th step and at the last; one that was skipped is taken at the next boundary."""
+        checkpointing = self.config.checkpointing
+        if self.checkpointer is None or not checkpointing.enabled:
+            return
+        version = self.state.trainer_version
+        last = version >= self.config.grpo.max_steps
+        self._save_due = self._save_due or last or version % checkpointing.save_period == 0
+        if not self._save_due:
+            return
+        if last:
+            await self.checkpointer.wait()
+        if await self.checkpointer.begin(ev.CHECKPOINT_TRAINER) is not None:
+            self._save_due = False
+
+    async def clear_rows(self) -> None:
+        """Clear rows of groups that are trained or gone: event durable first, and never while a snapshot is written.
+
+        Under ``payloads: none`` rows of trained groups stay until a durable trainer checkpoint covers their step.
+        """
+        state = self.state
+        full = self.config.data_plane.payloads == "full"
+        while True:
+            ready = [g for g in state.uncleared if full or self._covered(g)]
+            if not ready:
+                if not await self.ledger.wait_until(lambda: any(full or self._covered(g) for g in state.uncleared)):
+                    return
+                continue
+            if self.checkpointer is not None and not self.checkpointer.clears_may_run.is_set():
+                self.checkpointer.clears_deferred += len(ready)
+                await self.checkpointer.clears_may_run.wait()
+                continue
+            keys = [key for g in ready for key in state.uncleared[g]]
+            offset = self.ledger.record(ev.RowsCleared(self.clock.now_us(), tuple(ready)))
+            await self.ledger.before_destructive(offset)
+            await self.data_plane.clear(keys)
+
+    def _covered(self, group_id: int) -> bool:
+        group = self.state.groups.get(group_id)
+        if group is None:
+            return True
+        saved = [c.trainer_version for c in self.state.checkpoints if c.kind == ev.CHECKPOINT_TRAINER]
+        return group.trained_step < max(saved, default=0)
