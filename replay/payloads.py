@@ -299,7 +299,7 @@ class PayloadStore:
     def __init__(self, root: str | os.PathLike[str], storage: Storage | None = None) -> None:
         self._root = os.fspath(root)
         self._storage = storage
-        self._readers: OrderedDict[str, JournalReader] = OrderedDict()
+        self._readers: OrderedDict[str, JournalReader[PayloadRecord]] = OrderedDict()
         self._lock = threading.RLock()
 
     def load(self, receipt: Receipt, key: AttemptKey) -> Payload:
@@ -447,7 +447,7 @@ class PayloadStore:
             raise PayloadMissing(journal, missing[0], "no such record")
         return [by_offset[offset] for offset in offsets]
 
-    def _reader(self, journal: str) -> JournalReader:
+    def _reader(self, journal: str) -> JournalReader[PayloadRecord]:
         reader = self._readers.get(journal)
         if reader is None:
             reader = JournalReader(os.path.join(self._root, journal), PayloadRecord, storage=self._storage)
