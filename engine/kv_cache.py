@@ -7,12 +7,13 @@ the cache (copying was the largest single cost of a decode step at 16 sequences 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
+
+from .models import forward_arguments
 
 BLOCK_COLUMNS: Final = 64
 
@@ -113,7 +114,7 @@ class Forward:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        known = inspect.signature(model.forward).parameters
+        known = forward_arguments(model)
         # transformers renamed the argument in 5.x; either name is right for some release that we support.
         self._cache_name = "cache" if "cache" in known else "past_key_values"
         self._takes_positions = "position_ids" in known

@@ -10,6 +10,7 @@ torch and transformers are imported inside the functions, so that checking a fol
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -192,6 +193,11 @@ def eos_token_ids(model: Any, tokenizer: Any = None) -> frozenset[int]:
         if value is not None:
             found.update([value] if isinstance(value, int) else value)
     return frozenset(found)
+
+
+def forward_arguments(model: Any) -> frozenset[str]:
+    """Names that the model's ``forward`` takes; they differ by architecture and by transformers release."""
+    return frozenset(inspect.signature(model.forward).parameters)
 
 
 def named_tensors(model: Any) -> dict[str, torch.Tensor]:
