@@ -200,7 +200,7 @@ class Checkpointer:
             await self.folders.write(f"{temporary}/{MANIFEST}", data)
             await self.ledger.before_destructive(cut)  # rule 12; and a newer incarnation would show here
             size = await self.folders.publish(temporary, f"{self.root}/{name}")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - sorted into retryable and fatal there
             await self._failed(kind, checkpoint, temporary, error, began)
             return False
         finally:

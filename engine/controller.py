@@ -103,12 +103,16 @@ class SingleController:
         self._checkpointer: Checkpointer | None = None
         self.workers = WorkerPool(parts.worker_factory, self.ledger, config.workers.count)
 
-    # --- the whole run -------------------------------------------------------------------------------------------------
+    # --- the whole run -----------------------------------------------------------------------------------------------
 
     async def run(self, restore: str = "latest") -> Outcome:
-        """From opening to end. An expected error becomes an Outcome with its message; RunEnded is written if possible."""
+        """From opening to end. Any error becomes an Outcome with its message; RunEnded is written if possible."""
         loop = asyncio.get_running_loop()
-        self.stop_request.listen(lambda: loop.call_soon_threadsafe(self._wake.set))
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self._wake.set)
+
+        self.stop_request.listen(wake)
         try:
             await self._open()
             await self._start(restore)
@@ -144,8 +148,8 @@ class SingleController:
         required = parts.sampler.required_capacity(config.grpo.num_prompts_per_step)
         if config.async_rl.max_buffered_rollouts < required:
             raise SamplerError(
-                f"async_rl.max_buffered_rollouts is {config.async_rl.max_buffered_rollouts}; {parts.sampler.name} needs "
-                f"{required}"
+                f"async_rl.max_buffered_rollouts is {config.async_rl.max_buffered_rollouts}; "
+                f"{parts.sampler.name} needs {required}"
             )
         self._say("starting", "starting trainer, data plane and workers")
         await asyncio.gather(parts.trainer.start(), parts.data_plane.start())
@@ -218,7 +222,7 @@ class SingleController:
         t = self.parts.clock.now_us()
         self.ledger.record(ev.WeightsSynced(t, weights.branch, weights.version, 0.0, count))
 
-    # --- pumps ---------------------------------------------------------------------------------------------------------
+    # --- pumps -------------------------------------------------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
@@ -229,7 +233,8 @@ class SingleController:
 
     async def _pump(self) -> str:
         """Run all pumps until the run is finished or asked to stop. Raises the first failure of any task."""
-        assert self._train is not None and self._rollout is not None
+        assert self._train is not None
+        assert self._rollout is not None
         self._say("running")
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
@@ -304,7 +309,7 @@ class SingleController:
             await self.parts.clock.sleep(interval)
             await self._checkpointer.begin(ev.CHECKPOINT_ROLLOUT)
 
-    # --- telemetry ------------------------------------------------------------------------------------------------------
+    # --- telemetry ---------------------------------------------------------------------------------------------------
 
     async def _telemetry(self) -> None:
         while True:
@@ -348,7 +353,7 @@ class SingleController:
             )
         )
 
-    # --- end ------------------------------------------------------------------------------------------------------------
+    # --- end ---------------------------------------------------------------------------------------------------------
 
     async def _end(self, reason: str, detail: str) -> Outcome:
         """Stop the workers (their tails become durable), write RunEnded durably, let go of everything."""
@@ -360,7 +365,7 @@ class SingleController:
                 offset = self.ledger.record(ev.RunEnded(self.parts.clock.now_us(), reason, detail[:500], generated))
                 await self.ledger.durable(offset)
             await asyncio.to_thread(self.parts.writer.close)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the outcome must be told whatever fails here
             log.error("the end of the run could not be written down: %s", error)
             reason, detail = REASON_FAILED, detail or str(error)
         for part in (self.parts.trainer.stop, self.parts.data_plane.stop):

@@ -191,7 +191,7 @@ class Ledger:
         return True
 
     def commit_group(self, group_id: int) -> bool:
-        """Hand a complete group, its rows all in the data plane, to the buffer. False if it is not complete any more."""
+        """Hand a complete group, its rows all in the data plane, to the buffer. False if it is not complete now."""
         group = self.state.groups.get(group_id)
         if group is None or group_id not in self.state.complete:
             return False

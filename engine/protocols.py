@@ -1,5 +1,6 @@
-"""What the controller needs from its parts. Each protocol has a real implementation and, for tests, a simulated one;
-both pass the same contract tests.
+"""What the controller needs from its parts.
+
+Each protocol has a real implementation and, for tests, a simulated one; both pass the same contract tests.
 
 All calls are coroutines on the controller's event loop. Times are seconds unless a name says otherwise; tokens are
 counted per attempt, prompt not included.
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ..journal.errors import UnlostError
 from ..replay.events import AttemptKey, PromptRef, Receipt
 
 
@@ -33,7 +35,7 @@ class Clock(Protocol):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A dataset row and where it came from. ``row`` holds at least ``prompt``; ``answer``, ``id``, ``task`` may be there."""
+    """A dataset row and where it came from. ``row`` holds at least ``prompt``; maybe ``answer``, ``id``, ``task``."""
 
     ref: PromptRef
     row: dict[str, Any]
@@ -48,7 +50,7 @@ class WeightsRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """A durable token prefix to go on from. Arrays are raw little-endian bytes, not shuffled: int32 ids, float32 logprobs."""
+    """A durable token prefix to go on from. Raw little-endian bytes, not shuffled: int32 ids, float32 logprobs."""
 
     token_ids: bytes
     logprobs: bytes
@@ -124,7 +126,7 @@ class RolloutWorker(Protocol):
         ...
 
     async def put_row(self, key: AttemptKey) -> None:
-        """Put the sealed row into the data plane; a second call is harmless. Raises WorkerLost, or KeyError if unknown."""
+        """Put the sealed row into the data plane; again is harmless. Raises WorkerLost, or KeyError if unknown."""
         ...
 
     async def abort(self, keys: Sequence[AttemptKey]) -> None:
@@ -133,6 +135,10 @@ class RolloutWorker(Protocol):
 
     async def update_weights(self, weights: WeightsRef) -> float:
         """Pause decoding, load, go on with the same sequences. Returns the pause in seconds."""
+        ...
+
+    async def prune(self, keep_from: int) -> None:
+        """Drop whole payload segments before offset ``keep_from``, but nothing that a running attempt needs."""
         ...
 
     async def stats(self) -> WorkerStats:
@@ -254,6 +260,13 @@ class DataPlane(Protocol):
 
 class SnapshotMismatch(Exception):
     """The snapshot does not fit this data plane; rows must be rebuilt from payloads."""
+
+
+class CheckpointDamaged(UnlostError):
+    """A file of a checkpoint is missing or its digest differs: proven damage, so an older checkpoint may serve.
+
+    Raised by ``Trainer.load`` and ``DataPlane.load``; a transient I/O error is raised as the OSError that it is.
+    """
 
 
 class PromptSource(Protocol):

@@ -62,7 +62,7 @@ class Restorer:
         *,
         resume_prefixes: bool,
         granularity: str,
-        on_phase: Callable[[str], None] = lambda phase: None,
+        on_phase: Callable[[str], None],
     ) -> None:
         self.ledger = ledger
         self.state = ledger.state
@@ -139,8 +139,8 @@ class Restorer:
             return checkpoint
         if self.state.floor > 0:
             raise RestoreRefused(
-                f"no usable checkpoint at or above version {self.state.floor}; groups trained before it are retired, so "
-                f"starting from step 0 would lose them. `unlost checkpoints RUN` shows what is wrong with each"
+                f"no usable checkpoint at or above version {self.state.floor}; groups trained before it are retired, "
+                f"so starting from step 0 would lose them. `unlost checkpoints RUN` shows what is wrong with each"
             )
         self._started(None)
         return None
@@ -227,7 +227,7 @@ class Restorer:
             state,
             tails.attempts,
             checkpoint,
-            payload_readable=lambda key, receipt: key not in lost,
+            lost=lost,
             resume_prefixes=self.resume_prefixes,
             granularity=self.granularity,
         )

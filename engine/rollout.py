@@ -194,8 +194,11 @@ class RolloutPump:
             await asyncio.sleep(0)  # it takes its slots before the next one is looked at
 
     def _next_to_start(self) -> int:
-        """Index in the queue, or -1. A group that the next step needs never waits for a slot (protocol rule 21), nor
-        does one that owned a slot before the restart; such a restore is slow, not stuck."""
+        """Index in the queue, or -1.
+
+        A group that the next step needs never waits for a slot (protocol rule 21): a restore with more owned groups
+        than slots is slow, not stuck.
+        """
         state, limits = self.state, self.config.async_rl
         if not self._waiting:
             return -1
@@ -279,7 +282,7 @@ class RolloutPump:
             await self.workers.lost(worker)
             await self._after_loss(key)
             return
-        self.workers.note_sealed(worker, receipt.tokens)
+        self.workers.note_sealed()
         if self.ledger.seal(key, receipt):
             await self._put_row(worker, key, receipt)
 

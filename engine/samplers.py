@@ -282,13 +282,19 @@ def make_sampler(
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SamplerError(f"async_rl.sampler.class: can't load {custom_class!r} (module:ClassName): {error}") from error
+        raise SamplerError(
+            f"async_rl.sampler.class: can't load {custom_class!r} (module:ClassName): {error}"
+        ) from error
     if getattr(cls, "supports_buffer_checkpoint", False) is not True:
         raise SamplerError(f"async_rl.sampler.class: {custom_class} must declare supports_buffer_checkpoint = True")
     for phase in ("gate_open", "stamp"):
         if not callable(getattr(cls, phase, None)):
-            raise SamplerError(f"async_rl.sampler.class: {custom_class} lacks {phase}(): admission needs its two phases")
+            raise SamplerError(
+                f"async_rl.sampler.class: {custom_class} lacks {phase}(): admission needs its two phases"
+            )
     sampler = cls(**(custom_options or {}))
     if not isinstance(sampler, Sampler):
-        raise SamplerError(f"async_rl.sampler.class: {custom_class} is not a subclass of unlost.engine.samplers.Sampler")
+        raise SamplerError(
+            f"async_rl.sampler.class: {custom_class} is not a subclass of unlost.engine.samplers.Sampler"
+        )
     return sampler

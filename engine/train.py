@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from ..replay import events as ev
@@ -81,7 +82,7 @@ class TrainPump:
             if chosen:
                 self.ledger.record(ev.StepClaimed(self.clock.now_us(), step, tuple(chosen)))
                 continue
-            if not await self.ledger.wait_until(lambda: self._may_claim(step, least)):
+            if not await self.ledger.wait_until(functools.partial(self._may_claim, step, least)):
                 return False
 
     def _may_claim(self, step: int, least: int) -> bool:

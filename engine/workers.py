@@ -94,7 +94,7 @@ class WorkerPool:
         """Undo ``acquire``."""
         member.load -= 1
 
-    def note_sealed(self, member: Member, tokens: int) -> None:
+    def note_sealed(self) -> None:
         """A seal shows that workers can live: the count of losses in a row starts again."""
         self._losses_in_a_row = 0
 

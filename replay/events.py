@@ -205,7 +205,7 @@ class AttemptFailed(Event, frozen=True, tag=10):
 
 
 class AttemptAbandoned(Event, frozen=True, tag=11):
-    """A try was ended by us. ``tokens``: what it had generated, as far as known; ``durable``: of these, kept on disk."""
+    """A try was ended by us. ``tokens``: what it had generated, if known; ``durable``: of these, kept on disk."""
 
     group: int
     sibling: int
@@ -360,7 +360,7 @@ class WorkerStopped(Event, frozen=True, tag=27):
     generated: int = -1
 
 
-AnyEvent = Union[
+AnyEvent = Union[  # noqa: UP007 - msgspec and EVENT_TYPES read its arguments
     RunStarted,
     RunEnded,
     BatchReserved,
@@ -453,4 +453,4 @@ class SealedRecord(msgspec.Struct, frozen=True, array_like=True, tag=2):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-PayloadRecord = Union[ProgressRecord, SealedRecord]
+PayloadRecord = ProgressRecord | SealedRecord

@@ -1,5 +1,6 @@
 """Fold a journal to state: from the newest image at or before the wanted offset, so that the time follows what is
-live and what is new, not the length of the history."""
+live and what is new, not the length of the history.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def fold_events(events: Iterable[tuple[int, Event]], state: State | None = None)
     table = TRANSITIONS
     offset = -1
     try:
-        for offset, event in events:  # noqa: B007 - named in the error below
+        for offset, event in events:
             check, effect = table[type(event)]
             check(state, event)
             state.offset = offset
@@ -44,9 +45,9 @@ def fold_events(events: Iterable[tuple[int, Event]], state: State | None = None)
     return state
 
 
-def open_events(run_dir: str | Path, storage: Storage | None = None) -> JournalReader:
+def open_events(run_dir: str | Path, storage: Storage | None = None) -> JournalReader[Event]:
     """A reader over a run's event journal. JournalMissing if the folder is not a run."""
-    from ..journal.reader import JournalReader  # noqa: PLC0415 - cli start-up time
+    from ..journal.reader import JournalReader
 
     folder = Path(run_dir) / EVENTS_FOLDER
     if storage is None and not folder.is_dir():
@@ -54,7 +55,7 @@ def open_events(run_dir: str | Path, storage: Storage | None = None) -> JournalR
     return JournalReader(folder, EVENT_TYPES, storage=storage)
 
 
-def fold_reader(reader: JournalReader, at: int | None = None) -> State:
+def fold_reader(reader: JournalReader[Event], at: int | None = None) -> State:
     """Fold what ``reader`` sees, up to and including offset ``at`` (all of it by default)."""
     stop = None if at is None else at + 1
     start = reader.last_image(before=at)
@@ -65,5 +66,7 @@ def fold_run(run_dir: str | Path, at: int | None = None, storage: Storage | None
     """The state of a run after offset ``at`` (default: after its last readable event)."""
     reader = open_events(run_dir, storage)
     if at is not None and not reader.first_offset <= at < reader.end_offset:
-        raise FoldError(f"{run_dir}: offset {at} is not in the journal; it holds {reader.first_offset}..{reader.end_offset - 1}")
+        raise FoldError(
+            f"{run_dir}: offset {at} is not in the journal; it holds {reader.first_offset}..{reader.end_offset - 1}"
+        )
     return fold_reader(reader, at)

@@ -6,7 +6,7 @@ or half and then again, ends in the same state: what is done already is no longe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from . import events as ev
@@ -97,11 +97,11 @@ def plan_restore(
     tails: Mapping[ev.AttemptKey, AttemptTail],
     checkpoint: Checkpoint | None,
     *,
-    payload_readable: Callable[[ev.AttemptKey, ev.Receipt], bool] = lambda key, receipt: True,
+    lost: Collection[ev.AttemptKey] = (),
     resume_prefixes: bool = True,
     granularity: str = "sibling",
 ) -> RestorePlan:
-    """Decide for every group. ``payload_readable`` says of a sealed sibling whether its row can still be had.
+    """Decide for every group. ``lost``: sealed siblings whose row can't be had any more.
 
     Counters follow from the plan (protocol rule 23): a group that adoption completes counts as complete, an adopted
     sibling as reused, so that reused + rerun = sum of the unfinished groups' sizes.
@@ -115,7 +115,7 @@ def plan_restore(
     returning = set(plan.rolled_back)
     for group in sorted(state.groups.values(), key=lambda g: (g.slot, g.id)):
         if group.status in (UNFINISHED, COMPLETE, COMMITTED) or group.id in returning:
-            _plan_group(group, plan, tails, payload_readable, resume_prefixes, granularity, counters)
+            _plan_group(group, plan, tails, lost, resume_prefixes, granularity, counters)
         elif group.status == RESERVED:
             siblings = [SiblingAction(i, "run") for i in range(len(group.siblings))]
             plan.groups.append(GroupAction(group.id, "admit", -1, siblings))
@@ -131,7 +131,7 @@ def _plan_group(
     group: Group,
     plan: RestorePlan,
     tails: Mapping[ev.AttemptKey, AttemptTail],
-    payload_readable: Callable[[ev.AttemptKey, ev.Receipt], bool],
+    lost: Collection[ev.AttemptKey],
     resume_prefixes: bool,
     granularity: str,
     counters: dict[str, int],
@@ -141,9 +141,10 @@ def _plan_group(
         key = group.key(index)
         tail = tails.get(key)
         if sibling.status == SEALED:
-            assert sibling.receipt is not None
-            lost = not payload_readable(key, sibling.receipt)
-            actions.append(SiblingAction(index, "regenerate" if lost else "reuse", 0, ev.ABANDON_PAYLOAD_LOST if lost else ""))
+            gone = key in lost
+            actions.append(
+                SiblingAction(index, "regenerate" if gone else "reuse", 0, ev.ABANDON_PAYLOAD_LOST if gone else "")
+            )
         elif sibling.status == DISPATCHED and tail is not None and tail.sealed is not None:
             actions.append(SiblingAction(index, "adopt"))
         elif tail is not None and tail.prefix_tokens and resume_prefixes:
@@ -156,7 +157,7 @@ def _plan_group(
                 action.action, action.reason = "regenerate", ev.ABANDON_GRANULARITY
             elif action.action != "regenerate":
                 action.action, action.prefix = "run", 0
-    _carry_into(plan, group, actions, tails, granularity, counters)
+    _carry_into(plan, group, actions, tails, counters)
 
 
 def _carry_into(
@@ -164,7 +165,6 @@ def _carry_into(
     group: Group,
     actions: list[SiblingAction],
     tails: Mapping[ev.AttemptKey, AttemptTail],
-    granularity: str,
     counters: dict[str, int],
 ) -> None:
     kept = 0
@@ -174,7 +174,8 @@ def _carry_into(
         tail = tails.get(key)
         durable = tail.prefix_tokens if tail is not None else 0
         if action.action == "adopt":
-            assert tail is not None and tail.sealed is not None
+            assert tail is not None
+            assert tail.sealed is not None
             plan.adopt.append((key, tail.sealed))
             counters["attempts_adopted"] += 1
         elif action.action == "regenerate":
@@ -209,4 +210,3 @@ __all__ = [
     "candidates",
     "plan_restore",
 ]
-

@@ -250,7 +250,7 @@ class State:
         status = group.status
         if UNFINISHED <= status <= CLAIMED and group.target_step >= 0:
             self.stamped[group.target_step] = self.stamped.get(group.target_step, 0) + 1
-        if status == UNFINISHED or status == COMPLETE:
+        if status in (UNFINISHED, COMPLETE):
             (self.unfinished if status == UNFINISHED else self.complete)[group.id] = None
             self.pending_by_weight[group.start_weight] = self.pending_by_weight.get(group.start_weight, 0) + 1
         elif status == COMMITTED:
@@ -263,7 +263,7 @@ class State:
         status = group.status
         if UNFINISHED <= status <= CLAIMED and group.target_step >= 0:
             _decrement(self.stamped, group.target_step)
-        if status == UNFINISHED or status == COMPLETE:
+        if status in (UNFINISHED, COMPLETE):
             del (self.unfinished if status == UNFINISHED else self.complete)[group.id]
             _decrement(self.pending_by_weight, group.start_weight)
         elif status == COMMITTED:
@@ -283,7 +283,7 @@ class State:
 
     def summary(self) -> dict[str, Any]:
         """See ``summary.summarize``."""
-        from .summary import summarize  # noqa: PLC0415 - summary reads State; only this convenience points back
+        from .summary import summarize
 
         return summarize(self)
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from .state import CLAIMED, COMMITTED, COMPLETE, POOL, RESERVED, TRAINED, UNFINISHED, Group, GroupStatus, SiblingStatus, State
+from .state import (
+    CLAIMED,
+    COMMITTED,
+    COMPLETE,
+    POOL,
+    RESERVED,
+    TRAINED,
+    UNFINISHED,
+    Group,
+    GroupStatus,
+    SiblingStatus,
+    State,
+)
 
 
 def prompt_sets(state: State) -> dict[str, Any]:
@@ -87,7 +99,8 @@ def summarize(state: State) -> dict[str, Any]:
         "shortfall": state.shortfall,
         "open_attempts": state.open_attempts,
         "checkpoints": [
-            {"id": c.id, "kind": c.kind, "version": c.trainer_version, "cut": c.cut, "name": c.name} for c in state.checkpoints
+            {"id": c.id, "kind": c.kind, "version": c.trainer_version, "cut": c.cut, "name": c.name}
+            for c in state.checkpoints
         ],
         "floor": state.floor,
         "counters": dict(sorted(state.counters.items())),

@@ -1,0 +1,41 @@
+"""Which payload bytes may go: those that no restore to any remaining checkpoint could ask for (protocol rule 14)."""
+
+from __future__ import annotations
+
+from ..replay.state import SEALED, State
+from .checkpoints import Folders
+from .workers import WorkerPool
+
+
+def payload_needs(state: State) -> tuple[dict[str, int], set[str]]:
+    """What live groups refer to, O(alive).
+
+    Payload journal -> first offset of a sealed payload in it; and the journals that hold the latest attempt of an unsealed sibling, of which everything is needed (protocol rules 9, 10).
+    """
+    sealed: dict[str, int] = {}
+    whole: set[str] = set()
+    for group in state.groups.values():
+        for sibling in group.siblings:
+            receipt = sibling.receipt
+            if sibling.status == SEALED and receipt is not None:
+                sealed[receipt.journal] = min(sealed.get(receipt.journal, receipt.first_offset), receipt.first_offset)
+            elif sibling.worker in state.workers:
+                whole.add(state.workers[sibling.worker].journal)
+    return sealed, whole
+
+
+async def prune_payloads(state: State, root: str, folders: Folders, workers: WorkerPool) -> None:
+    """Drop payload journals that nothing refers to, and old segments of the live ones.
+
+    Call only after the event that set them free is durable. A live worker drops its own segments, since only it knows
+    what its running attempts have written.
+    """
+    sealed, whole = payload_needs(state)
+    kept = {worker.journal for worker in state.workers.values() if worker.alive} | set(sealed) | whole
+    for name in await folders.names(root):
+        if name not in kept:
+            await folders.remove_tree(f"{root}/{name}")
+    for member in list(workers.members):
+        first = sealed.get(member.handle.journal_name)
+        if first is not None:
+            await member.handle.prune(first)
