@@ -18,6 +18,7 @@ import msgspec
 from .errors import JournalDamaged, JournalMissing
 from .format import COMPAT_IMAGE, FrameHeader, segment_name, segment_offset
 from .frames import EventTypes, FrameOpener, PayloadError
+from .recovery import judge_headless
 from .scan import Damaged, FrameWalk, Position, TornTail, judge
 from .storage import RealStorage, Storage
 from .survey import SegmentFile, Survey, open_walk, survey
@@ -82,7 +83,9 @@ class JournalReader(Generic[E]):
         """Look at the directory again: new segments, a higher watermark, a higher floor."""
         self._survey: Survey = survey(self._storage, self.directory)
         self._starts = [s.first_offset for s in self._survey.chain]
-        if not self._survey.chain and self._survey.watermark > self._survey.floor:
+        if not self._survey.chain:
+            self._judge_headless(self._survey.floor)
+        if not self._survey.chain and not self._survey.headless and self._survey.watermark > self._survey.floor:
             raise JournalDamaged(
                 self.directory, "", 0, self._survey.floor,
                 f"no segment is left, but the journal was durable up to event {self._survey.watermark}",
@@ -227,11 +230,13 @@ class JournalReader(Generic[E]):
                     self._damaged(segment, walk, f"ends at byte {end.byte}, {after.name} says {segment.named_bytes}")
                 if end.offset != after.first_offset or end.chain != after.preamble.pred_chain:
                     self._damaged(segment, walk, f"does not end as its successor {after.name} says")
-            elif end.offset < self._survey.watermark:
+            elif end.offset < self._survey.watermark_of_last:
                 self._damaged(segment, walk, f"durable up to event {self._survey.watermark}, but the bytes end before")
+            else:
+                self._judge_headless(end.offset)
             return
         verdict = judge(
-            walk.window, walk.bad, self._survey.watermark if last else 0,
+            walk.window, walk.bad, self._survey.watermark_of_last if last else 0,
             named_bytes=segment.named_bytes, strict=self._survey.strict,
         )  # fmt: skip
         if isinstance(verdict, Damaged):
@@ -240,6 +245,18 @@ class JournalReader(Generic[E]):
             raise JournalDamaged(self.directory, segment.name, verdict.end.byte, verdict.end.offset, verdict.reason)
         if isinstance(verdict, TornTail):
             self.tail = TailInfo(segment.name, verdict.end.byte, verdict.length, verdict.reason)
+
+    def _judge_headless(self, end: int) -> None:
+        """Files after the last segment whose preamble can't be read: a first write that never finished, or damage."""
+        for segment in self._survey.headless:
+            try:
+                verdict = judge_headless(self._storage, self._survey, segment, end)
+            except FileNotFoundError:  # an opening writer has just cut it
+                continue
+            if isinstance(verdict, Damaged):
+                raise JournalDamaged(self.directory, segment.name, 0, end, verdict.reason)
+            if isinstance(verdict, TornTail):
+                self.tail = TailInfo(segment.name, 0, verdict.length, verdict.reason)
 
     def _mended(self, segment: SegmentFile, at: Position) -> bool:
         """Whether what looked bad is an intact frame now.

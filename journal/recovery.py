@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from .errors import JournalDamaged
+from .errors import JournalDamaged, JournalMismatch
 from .scan import Bad, Clean, Damaged, Position, TornTail, Verdict, Window, judge, scan
 from .sink import Link
 from .storage import Storage, StorageFile, read_exact, write_all
@@ -82,7 +82,7 @@ def check_end(
         try:
             verdict = scan(
                 FileSource(file),
-                found.watermark if last else 0,
+                found.watermark_of_last if last else 0,
                 first_offset=segment.first_offset,
                 named_bytes=segment.named_bytes,
                 strict=found.strict,
@@ -94,8 +94,7 @@ def check_end(
         if progress is not None:
             progress(*verdicts[-1])
         end = verdict.end.offset
-    for segment in found.headless:
-        verdicts.append((segment, _judge_headless(storage, found, segment, end)))
+    verdicts += [(segment, judge_headless(storage, found, segment, end)) for segment in found.headless]
     if not found.chain and found.watermark > found.floor and not found.headless:
         ghost = SegmentFile(found.floor, os.path.join(found.directory, ""), 0, None, "missing")
         missing = Damaged(Position(0, found.floor, 0, 0), f"missing; durable up to event {found.watermark}")
@@ -114,7 +113,8 @@ def _check_link(found: Survey, segment: SegmentFile, verdict: Verdict) -> Verdic
     return verdict
 
 
-def _judge_headless(storage: Storage, found: Survey, segment: SegmentFile, end: int) -> Verdict:
+def judge_headless(storage: Storage, found: Survey, segment: SegmentFile, end: int) -> Verdict:
+    """Torn or damaged: a file after the chain whose preamble can't be read, where event ``end`` is due."""
     file = storage.open(segment.path)
     try:
         window = Window(FileSource(file))
@@ -132,11 +132,16 @@ def raise_if_damaged(found: Survey, verdicts: list[tuple[SegmentFile, Verdict]])
             raise JournalDamaged(found.directory, segment.name, at.byte, at.offset, verdict.reason)
 
 
-def recover(storage: Storage, directory: str, *, scan_all: bool) -> Recovered:
+def recover(storage: Storage, directory: str, *, scan_all: bool, journal_id: str) -> Recovered:
     """Steps 1 to 4. The caller holds the lock. Raises JournalDamaged, JournalUnsupported, OSError."""
     torn: list[TornPiece] = []
     while True:
         found = survey(storage, directory)
+        if found.journal_id not in (None, journal_id):
+            raise JournalMismatch(
+                f"{directory}: holds journal {found.journal_id!r}, not {journal_id!r}. Give its own id, or another "
+                f"directory."
+            )
         image = found.newest_image()
         verdicts = check_end(storage, found, from_index=0 if scan_all or image is None else image)
         raise_if_damaged(found, verdicts)

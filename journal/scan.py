@@ -212,7 +212,7 @@ def scan(
     if walk.bad is None and named_bytes is not None and walk.position.byte < named_bytes:
         walk.bad = Bad(walk.position, f"the file ends at byte {walk.position.byte}, its successor says {named_bytes}")
     if walk.bad is None and walk.position.frames == 0:
-        walk.bad = Bad(Position(0, preamble.first_offset, preamble.chain_seed, 0), "no frame after the preamble")
+        walk.bad = Bad(walk.position, "no frame after the preamble")
     if walk.bad is None and walk.position.offset < watermark and named_bytes is None:
         walk.bad = Bad(walk.position, f"durable up to event {watermark}, but the bytes end before")
     if walk.bad is None:

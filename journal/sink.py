@@ -15,6 +15,7 @@ of the one left behind (docs/FORMAT.md, "Predecessor").
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import deque
@@ -223,10 +224,8 @@ class SegmentSink:
 
     def _abandon(self, file: StorageFile) -> None:
         """Never touch this file with a sync again. What is durable in it stays; what is not is still in memory."""
-        try:
+        with contextlib.suppress(OSError):
             file.truncate(self._bytes)  # not relied on: bytes beyond what a successor names are not read
-        except OSError:
-            pass
         if self._bytes == 0:
             self._abandoned = os.path.join(self._directory, segment_name(self._first_offset))
         self._leave_segment()

@@ -66,6 +66,11 @@ class Survey:
         return self.watermark_source == "in-band"
 
     @property
+    def watermark_of_last(self) -> int:
+        """Up to where the chain's last segment must reach: what lies beyond may be in a headless file after it."""
+        return min([self.watermark, *(f.first_offset for f in self.headless)])
+
+    @property
     def incarnation(self) -> int:
         """Highest incarnation in a preamble, zombies included; 0 for an empty journal."""
         preambles = (s.preamble for s in (*self.chain, *self.strays, *self.below_floor))
@@ -75,9 +80,9 @@ class Survey:
         """Index in ``chain`` of the newest segment that starts with an image at or below offset ``before``."""
         for index in range(len(self.chain) - 1, -1, -1):
             segment = self.chain[index]
-            if segment.preamble is not None and segment.preamble.starts_with_image:
-                if before is None or segment.first_offset <= before:
-                    return index
+            in_time = before is None or segment.first_offset <= before
+            if in_time and segment.preamble is not None and segment.preamble.starts_with_image:
+                return index
         return None
 
 

@@ -14,8 +14,6 @@ import time
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
 from .clock import Clock, SystemClock
 from .errors import (
     JournalClosed,
@@ -23,7 +21,6 @@ from .errors import (
     JournalEventRefused,
     JournalFailed,
     JournalForked,
-    JournalMismatch,
     JournalOverrun,
     JournalTimeout,
 )
@@ -32,11 +29,9 @@ from .format import JOURNAL_ID_BYTES_MAX
 from .frames import Batch, EventTypes
 from .lifecycle import LIVE
 from .lock import DirectoryLock
-from .marks import WatermarkFile
+from .opening import OpenedSink, open_sink
 from .options import EVENT_OVERHEAD_BYTES, JournalMetrics, JournalOptions
 from .prune import PruneReport, prune_locked
-from .recovery import RecoveryReport, recover
-from .sink import SegmentSink
 from .storage import RealStorage, Storage
 from .waiters import Waiters, fresh
 
@@ -50,8 +45,6 @@ _JOIN_S = 10.0
 class JournalWriter(Generic[E]):
     """See the module. Made by ``open``; used from any thread; a context manager that closes."""
 
-    recovery: RecoveryReport
-
     def __init__(
         self,
         directory: str,
@@ -60,10 +53,14 @@ class JournalWriter(Generic[E]):
         storage: Storage,
         clock: Clock,
         lock: DirectoryLock,
+        opened: OpenedSink,
     ) -> None:
         """Use ``open``."""
         self.directory = directory
         self.options = options
+        self.journal_id = opened.journal_id
+        self.incarnation = opened.incarnation
+        self.recovery = opened.report
         self._types = types
         self._classes = types.classes
         self._encode = types.encode
@@ -77,9 +74,9 @@ class JournalWriter(Generic[E]):
         self._pending_cost = 0
         self._sealed: list[Batch] = []
         self._rotate_next = False
-        self._next = 0
+        self._next = opened.report.next_offset
         self._appended_cost = 0
-        self._limit = -1  # below 0: the next append takes the slow path
+        self._limit = options.backlog_max_bytes  # -1: the next append takes the slow path
         self._refusal: JournalError | None = None
         self._idle = False
         self._closed = False
@@ -89,6 +86,7 @@ class JournalWriter(Generic[E]):
         self._wake = threading.Event()
         self._durable_changed = threading.Condition()
         self._waiters = Waiters(self._waiter_state)
+        self._flusher = Flusher(opened.sink, options, clock, lock, self._take)
 
     # ------------------------------------------------------------------ opening
 
@@ -122,8 +120,8 @@ class JournalWriter(Generic[E]):
         storage.make_directory(path)
         lock = DirectoryLock.acquire(storage, path, clock, take_over=take_over)
         try:
-            writer = cls(path, event_types, options, storage, clock, lock)
-            writer._recover(journal_id, incarnation)
+            opened = open_sink(storage, path, journal_id, incarnation, options, clock, lock)
+            writer = cls(path, event_types, options, storage, clock, lock, opened)
             if threaded:
                 writer._start_thread()
         except BaseException:
@@ -131,44 +129,6 @@ class JournalWriter(Generic[E]):
             raise
         LIVE.add(writer)
         return writer
-
-    def _recover(self, journal_id: str, incarnation: int | None) -> None:
-        started = time.perf_counter()
-        recovered = recover(self._storage, self.directory, scan_all=self.options.scan_on_open == "all")
-        report = recovered.report
-        if report.journal_id not in (None, journal_id):
-            raise JournalMismatch(
-                f"{self.directory}: holds journal {report.journal_id!r}, not {journal_id!r}. Give its own id, or "
-                f"another directory."
-            )
-        self.journal_id = journal_id
-        self.incarnation = report.incarnation_before + 1 if incarnation is None else incarnation
-        if self.incarnation <= report.incarnation_before or self.incarnation < 1:
-            raise JournalMismatch(
-                f"{self.directory}: incarnation {self.incarnation} was asked for, but {report.incarnation_before} has "
-                f"written here already"
-            )
-        self._dir_lock.heartbeat(self.incarnation)
-        watermark = WatermarkFile(self._storage, self.directory, journal_id, self.incarnation)
-        watermark.write(report.next_offset, self._clock.wall_ns())
-        watermark.sync()
-        self._storage.sync_directory(self.directory)
-        self._next = report.next_offset
-        sink = SegmentSink(
-            self._storage,
-            self.directory,
-            journal_id=journal_id,
-            incarnation=self.incarnation,
-            next_offset=report.next_offset,
-            link=recovered.link,
-            watermark=watermark,
-            segment_bytes_max=self.options.segment_bytes_max,
-            clock=self._clock,
-            still_owner=self._dir_lock.check,
-        )
-        self._flusher = Flusher(sink, self.options, self._clock, self._dir_lock, self._take)
-        self._limit = self.options.backlog_max_bytes
-        self.recovery = msgspec.structs.replace(report, seconds=time.perf_counter() - started)
 
     # ------------------------------------------------------------------ appending
 
