@@ -35,7 +35,7 @@ def train(
     from ..engine.config import load_config
 
     config = load_config(path, override or ())
-    _require_training_packages()
+    require_training_packages()
     from ..engine.progress import StopRequest
     from .progress_view import progress_view
     from .signals import stopping
@@ -47,7 +47,8 @@ def train(
     raise typer.Exit(outcome.exit_code)
 
 
-def _require_training_packages() -> None:
+def require_training_packages() -> None:
+    """Raise TrainUnavailable, naming the extra to install, if a package of the training extra is missing."""
     from .errors import TrainUnavailable
 
     for package in ("ray", "torch", "transfer_queue", "transformers"):

@@ -74,7 +74,8 @@ def _verify(folder: Path, name: str) -> VerifyReport:
 
 
 def _plain(report: VerifyReport) -> dict[str, Any]:
-    return {"ok": report.ok} | msgspec.to_builtins(report)
+    plain: dict[str, Any] = msgspec.to_builtins(report)
+    return {"ok": report.ok} | plain
 
 
 def _show(name: str, report: VerifyReport) -> None:
