@@ -108,6 +108,7 @@ def _show(folder: Path) -> None:
     from ..engine.config import load_config
     from ..replay.fold import fold_run
     from .demo_figures import owned, problems, read_figures
+    from .demo_output import print_figures, print_owned
     from .demo_output import print_figures
     from .errors import DemoFailed
 
