@@ -109,7 +109,6 @@ def _show(folder: Path) -> None:
     from ..replay.fold import fold_run
     from .demo_figures import owned, problems, read_figures
     from .demo_output import print_figures, print_owned
-    from .demo_output import print_figures
     from .errors import DemoFailed
 
     config_file = folder / "config.yaml"
