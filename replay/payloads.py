@@ -212,7 +212,7 @@ def sealed_record(t: int, payload: Payload, first: int, chunks: Sequence[int]) -
     )
 
 
-def receipt_of(payload: Payload, journal: str, offset: int) -> Receipt:
+def receipt_of(payload: Payload, journal: str, offset: int, chunks: Sequence[int] = ()) -> Receipt:
     """The receipt for a payload whose sealed record is at ``offset`` of ``journal`` ("" and -1: not journaled)."""
     versions = [version for _, _, version in payload.weight_spans] or [0]
     return Receipt(
@@ -226,6 +226,7 @@ def receipt_of(payload: Payload, journal: str, offset: int) -> Receipt:
         weight_spans=payload.weight_spans,
         truncated=payload.truncated,
         prompt_tokens=len(payload.prompt_ids) // 4,
+        first_offset=chunks[0] if chunks else offset,
     )
 
 
@@ -403,7 +404,7 @@ class PayloadStore:
             except PayloadDamaged as error:
                 losses.append(PayloadLoss(journal, state.sealed, error.reason))
             else:
-                receipt = receipt_of(payload, journal, state.sealed)
+                receipt = receipt_of(payload, journal, state.sealed, state.chunks)
                 metrics = payload.metrics
         return AttemptTail(
             key=key,
@@ -430,21 +431,15 @@ class PayloadStore:
         return assemble(journal, offset, record, chunks)
 
     def _records(self, journal: str, offsets: Sequence[int]) -> list[PayloadRecord]:
-        """Records by offset. A reader that was opened before they were written looks again."""
+        """Records by offset, also those that were written after the reader was opened."""
         if not offsets:
             return []
         try:
-            known = self._readers.get(journal)
-            if known is not None and max(offsets) >= known.end_offset:
-                known.refresh()
             by_offset = self._reader(journal).get_many(offsets)
         except JournalMissing as error:
             raise PayloadMissing(journal, max(offsets), str(error)) from error
         except JournalDamaged as error:
             raise PayloadDamaged(journal, error.offset, str(error)) from error
-        missing = [offset for offset in offsets if offset not in by_offset]
-        if missing:
-            raise PayloadMissing(journal, missing[0], "no such record")
         return [by_offset[offset] for offset in offsets]
 
     def _reader(self, journal: str) -> JournalReader[PayloadRecord]:
