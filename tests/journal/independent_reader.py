@@ -3,7 +3,7 @@
 ``read(directory)`` returns (events as plain lists, first offset, "clean" or "torn"), or raises ``Damage``.
 """
 
-import os
+import pathlib
 import re
 import struct
 import zlib
@@ -20,7 +20,7 @@ class Damage(Exception):
 
 
 def slots(path, magic):
-    data = open(path, "rb").read() if os.path.exists(path) else b""
+    data = path.read_bytes() if path.exists() else b""
     for part in (data[: SLOT.size], data[4096 : 4096 + SLOT.size]):
         if len(part) == SLOT.size and part[:4] == magic and zlib.crc32(part[:-4]) == SLOT.unpack(part)[-1]:
             yield SLOT.unpack(part)
@@ -54,9 +54,9 @@ def frames(data, p, end, offset, chain):
 
 
 def read(directory):
-    names = {int(m[1]): n for n in os.listdir(directory) if (m := re.match(r"^(\d{20})\.zst$", n))}
-    data = {first: open(os.path.join(directory, name), "rb").read() for first, name in names.items()}
-    floor = max((s[6] for s in slots(os.path.join(directory, "FLOOR"), b"UNLB")), default=0)
+    files = [p for p in pathlib.Path(directory).iterdir() if re.match(r"^\d{20}\.zst$", p.name)]
+    data = {int(p.name[:20]): p.read_bytes() for p in files}
+    floor = max((s[6] for s in slots(pathlib.Path(directory, "FLOOR"), b"UNLB")), default=0)
     heads = {first: p for first, d in data.items() if first >= floor and (p := preamble(d, first))}
     chain, named = [max(heads, key=lambda f: (heads[f][7], f))] if heads else [], {}
     while chain and chain[0] != floor:
@@ -68,14 +68,14 @@ def read(directory):
     events, offset, torn = [], floor, any(f > max(chain, default=-1) and f not in heads for f in data)
     for first in chain:
         end = named[first][0] if first in named else len(data[first])
-        last = (SEGMENT.size, offset, heads[first][-1])
-        for *last, some in frames(data[first], heads[first], min(end, len(data[first])), offset, heads[first][-1]):
-            events += some
+        found = list(frames(data[first], heads[first], min(end, len(data[first])), offset, heads[first][-1]))
+        last = found[-1] if found else (SEGMENT.size, offset, heads[first][-1])
+        events += [event for frame in found for event in frame[3]]
         offset = last[1]
-        if first in named and tuple(last) != named[first]:
+        if first in named and last[:3] != named[first]:
             raise Damage("segment")
         torn = torn or last[0] != end or end == SEGMENT.size
-    marks = slots(os.path.join(directory, "WATERMARK"), b"UNLW")
+    marks = slots(pathlib.Path(directory, "WATERMARK"), b"UNLW")
     if offset < max((min([s[6], *(f for f in chain if heads[f][7] > s[3])]) for s in marks), default=0):
         raise Damage("below the watermark")
     return events, floor, "torn" if torn else "clean"

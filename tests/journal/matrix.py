@@ -6,6 +6,7 @@ structs, not by the code under test.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def some_events(seed: int, count: int) -> list[Event]:
     return made
 
 
-def build(*, seed: int = 1, journal_id: str = "run/α", unacknowledged: int = 0) -> Base:
+def build(*, seed: int = 1, journal_id: str = "run/ü", unacknowledged: int = 0) -> Base:
     """Three segments, two incarnations, every kind of event; optionally a tail that was written but never synced."""
     storage = SimStorage()
     events = some_events(seed, 16)
@@ -89,7 +90,7 @@ def build(*, seed: int = 1, journal_id: str = "run/α", unacknowledged: int = 0)
     return Base(files, events, acknowledged, {n: layout(d) for n, d in files.items() if n.endswith(".zst")})
 
 
-def open_writer(storage: SimStorage, journal_id: str = "run/α") -> JournalWriter[Event]:
+def open_writer(storage: SimStorage, journal_id: str = "run/ü") -> JournalWriter[Event]:
     return JournalWriter.open(
         DIRECTORY,
         KINDS,
@@ -152,7 +153,7 @@ def structural_damages(base: Base, foreign: Base) -> Iterator[Case]:
                 if twice[: len(data)] != data:
                     yield Case(f"insert frame {start} at {name}@{at}", base.files | {name: twice}, None)
             yield Case(f"append frame {start} to {name}", base.files | {name: data + data[start:end]}, None)
-        for (a, b), (c, d) in zip(cuts, cuts[1:], strict=False):
+        for (a, b), (c, d) in itertools.pairwise(cuts):
             swapped = data[:a] + data[c:d] + data[a:b] + data[d:]
             yield Case(f"swap frames {name}@{a}", base.files | {name: swapped}, place_of(base, name, a))
         yield Case(f"delete segment {name}", {n: d for n, d in base.files.items() if n != name}, None)

@@ -85,7 +85,7 @@ def test_every_bit_is_protected() -> None:
 def test_missing_duplicate_and_foreign_pieces() -> None:
     """Deleted, duplicated, swapped and foreign frames and segments are refused or harmless, never believed."""
     base = build()
-    counts, silent = tally(base, structural_damages(base, build(seed=9, journal_id="run/β")))
+    counts, silent = tally(base, structural_damages(base, build(seed=9, journal_id="run/b")))
     show("structural damages", counts)
     assert silent == []
     assert counts["refused"] > 30
@@ -115,12 +115,12 @@ def test_an_unacknowledged_tail_is_cut_and_never_more() -> None:
 def test_opening_for_writing_judges_as_reading_does() -> None:
     """A writer that opens a damaged journal refuses it exactly where the reader does, and changes no file then."""
     base = build(seed=3)
-    for case in structural_damages(base, build(seed=9, journal_id="run/β")):
+    for case in structural_damages(base, build(seed=9, journal_id="run/b")):
         reading = outcome(base, case)
         storage = SimStorage.of(DIRECTORY, case.files)
         before = {n: d for n, d in storage.snapshot(DIRECTORY).items() if n != "LOCK"}
         try:
-            writer = JournalWriter.open(DIRECTORY, KINDS, journal_id="run/α", storage=storage, threaded=False)
+            writer = JournalWriter.open(DIRECTORY, KINDS, journal_id="run/ü", storage=storage, threaded=False)
         except JournalDamaged:
             assert reading == "refused", case.label
             assert {n: d for n, d in storage.snapshot(DIRECTORY).items() if n != "LOCK"} == before, case.label
@@ -151,9 +151,9 @@ def test_verify_names_the_same_place() -> None:
 
 
 def test_without_watermark_only_the_last_batch_is_at_risk() -> None:
-    """With the WATERMARK file removed, the cases that lose events silently are counted, and all touch the last batch."""
+    """With WATERMARK removed, the cases that lose events silently are counted, and all touch the last batch."""
     base = build()
-    cases = [*single_damages(base, flips_per_byte=1), *structural_damages(base, build(seed=9, journal_id="run/β"))]
+    cases = [*single_damages(base, flips_per_byte=1), *structural_damages(base, build(seed=9, journal_id="run/b"))]
     counts, silent = tally(base, cases, watermark=False)
     show("without WATERMARK", counts)
     name = base.segments[-1]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator
-
 import pytest
 
 from tests.sim_storage import SimStorage
@@ -14,11 +12,11 @@ from unlost.journal import RealStorage, Storage
 
 
 @pytest.fixture(params=["real", "simulated"])
-def place(request, tmp_path) -> Iterator[tuple[Storage, str]]:
+def place(request, tmp_path) -> tuple[Storage, str]:
     storage = RealStorage() if request.param == "real" else SimStorage()
     directory = os.fspath(tmp_path / "a" / "b")
     storage.make_directory(directory)
-    yield storage, directory
+    return storage, directory
 
 
 def test_create_is_exclusive(place) -> None:
@@ -86,7 +84,7 @@ def test_a_file_opened_for_reading_takes_no_write(place) -> None:
     storage, directory = place
     storage.create(f"{directory}/x").close()
     file = storage.open(f"{directory}/x")
-    with pytest.raises(OSError, match="Bad file descriptor|opened for reading"):
+    with pytest.raises(OSError, match=r"Bad file descriptor|opened for reading"):
         file.write_at(0, b"no")
     file.sync()
     file.close()
