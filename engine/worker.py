@@ -26,6 +26,7 @@ from ..journal.writer import JournalWriter
 from ..replay.events import FAIL_DATA, FAIL_INFRASTRUCTURE, AttemptKey, Receipt
 from ..replay.payloads import Payload, Span, checksum, progress_record, receipt_of, sealed_record
 from .protocols import (
+    Blocking,
     AttemptAborted,
     AttemptError,
     AttemptRequest,
@@ -37,7 +38,7 @@ from .protocols import (
     WorkerLost,
     WorkerStats,
 )
-from .worker_parts import Blocking, Encode, GeneratorEngine, HasBytes, Score, WorkerOptions
+from .worker_parts import Encode, GeneratorEngine, HasBytes, Score, WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class _Attempt:
     __slots__ = (
         "aborted",
         "chunks",
+        "decoding",
         "done",
         "error",
         "ids",
@@ -83,6 +85,7 @@ class _Attempt:
         self.started_us = now_us
         self.error: AttemptError | None = None
         self.aborted = False
+        self.decoding = False
         self.scoring: asyncio.Future[float] | None = None
 
     @property
@@ -201,6 +204,12 @@ class WorkerCore:
         if attempts:
             self._running_generator().abort([attempt.key for attempt in attempts])
 
+    async def prune(self, keep_from: int) -> None:
+        """Drop whole payload segments before ``keep_from``, but nothing that a running attempt has written."""
+        if self._journal is not None:
+            firsts = [attempt.chunks[0] for attempt in self._attempts.values() if attempt.chunks]
+            await self._blocking(self._journal.prune, min([keep_from, *firsts]))
+
     async def put_row(self, key: AttemptKey) -> None:
         """Put a sealed row into the data plane. KeyError if it is no longer at hand."""
         row = self._rows.get(key)
@@ -227,7 +236,7 @@ class WorkerCore:
         except JournalError as error:
             raise self._infrastructure(attempt, error) from error
         finally:
-            if not attempt.done.done():  # this task was cancelled: nobody waits for the tokens any more
+            if attempt.decoding:  # this task was cancelled: nobody waits for the tokens any more
                 self._running_generator().abort([key])
             del self._attempts[key]
             self._ended.set()
@@ -253,6 +262,7 @@ class WorkerCore:
                 attempt.logprobs += prefix.logprobs
                 attempt.spans += prefix.weight_spans
                 self._journal_progress(attempt)
+        attempt.decoding = True
         try:
             self._running_generator().submit(
                 attempt.key,
@@ -266,7 +276,7 @@ class WorkerCore:
                 on_done=lambda reason: self._on_done(attempt, reason),
             )
         except Exception as error:
-            attempt.done.cancel()
+            attempt.decoding = False
             self._refuse_if_failed()
             raise AttemptError(FAIL_DATA, f"the generator refused {attempt.key.row_key()}: {error}") from error
         reason = await attempt.done
@@ -309,6 +319,7 @@ class WorkerCore:
 
     def _on_done(self, attempt: _Attempt, reason: str) -> None:
         def settle() -> None:
+            attempt.decoding = False
             if not attempt.done.done():
                 attempt.done.set_result(reason)
 
@@ -360,7 +371,7 @@ class WorkerCore:
             attempt.journaled = payload.tokens
         self._remember(row)
         await self._journal.flushed(offset)
-        return receipt_of(payload, self.journal_name, offset)
+        return receipt_of(payload, self.journal_name, offset, attempt.chunks)
 
     def _payload(self, attempt: _Attempt, reward: float, *, truncated: bool) -> Payload:
         token_ids, logprobs = bytes(attempt.ids), bytes(attempt.logprobs)

@@ -78,9 +78,12 @@ class VirtualClock:
 
     def __init__(self, start_us: int = 0) -> None:
         self._start_us = start_us
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def now_us(self) -> int:
-        return self._start_us + round(asyncio.get_running_loop().time() * 1e6)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # kept, so that what is closed after the loop still has a time
+        return self._start_us + round(self._loop.time() * 1e6)
 
     def wall_us(self) -> int:
         return 1_700_000_000_000_000 + self.now_us()
@@ -467,7 +470,7 @@ class SimWorker:
         self._journal_options = journal_options or JournalOptions()
         self._calls: set[asyncio.Future[Any]] = set()
         self._pump: asyncio.Task[None] | None = None
-        self._appended = asyncio.Event()
+        self._busy = asyncio.Event()
 
         def make_generator(weights: WeightsRef) -> SimGenerator:
             self.generator = SimGenerator(clock, script, weights)
@@ -507,11 +510,13 @@ class SimWorker:
             self._pump = asyncio.get_running_loop().create_task(self._flush())
 
     async def generate(self, request: AttemptRequest) -> Receipt:
-        self._appended.set()
         return await self._call(self.core.generate(request))
 
     async def put_row(self, key: AttemptKey) -> None:
         await self._call(self.core.put_row(key))
+
+    async def prune(self, keep_from: int) -> None:
+        await self._call(self.core.prune(keep_from))
 
     async def abort(self, keys: Sequence[AttemptKey]) -> None:
         await self._call(self.core.abort(keys))
@@ -551,6 +556,7 @@ class SimWorker:
             call.cancel()
             raise WorkerLost(f"worker {self.worker_id} is dead")
         self._calls.add(call)
+        self._busy.set()
         try:
             return await call
         except asyncio.CancelledError:
@@ -565,11 +571,11 @@ class SimWorker:
     async def _flush(self) -> None:
         assert self.journal is not None
         while True:
-            if not self.core._attempts and self.journal.durable_upto == self.journal.next_offset:
-                self._appended.clear()
-                await self._appended.wait()
+            await self._busy.wait()
             await self._clock.sleep(self._journal_options.flush_interval_ms / 1000)
             self.journal.pump()
+            if not self._calls and self.journal.durable_upto == self.journal.next_offset:
+                self._busy.clear()
 
 
 # --- trainer ------------------------------------------------------------------------------------------------------
