@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -122,7 +122,8 @@ class Checkpointer:
     """Takes checkpoints, one at a time. ``begin`` returns once the next train step may start.
 
     ``failures_max``: retryable failures in a row before CheckpointLimit. ``payloads_full``: a row missing from the data
-    plane is counted, not fatal, since its payload is journaled. ``after_commit`` prunes what the new floor sets free.
+    plane is counted, not fatal, since its payload is journaled. ``after_commit`` prunes what the new floor sets free; ``spawn``
+    starts a task whose failure ends the run.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Checkpointer:
         save_data_plane: bool,
         payloads_full: bool,
         after_commit: Callable[[], Awaitable[None]],
+        spawn: Callable[[Coroutine[Any, Any, bool]], asyncio.Task[bool]],
     ) -> None:
         self.ledger = ledger
         self.folders = folders
@@ -151,6 +153,7 @@ class Checkpointer:
         self.save_data_plane = save_data_plane
         self.payloads_full = payloads_full
         self.after_commit = after_commit
+        self.spawn = spawn
         self.clears_may_run = asyncio.Event()
         self.clears_may_run.set()
         self.clears_deferred = 0
@@ -181,7 +184,7 @@ class Checkpointer:
         self.clears_may_run.clear()
         self._captured.clear()
         work = self._save(kind, checkpoint, version, cut, name, temporary, expected)
-        self.running = asyncio.create_task(work, name=f"checkpoint {name}")
+        self.running = self.spawn(work)
         if kind == ev.CHECKPOINT_TRAINER:
             await self._captured.wait()
         return self.running

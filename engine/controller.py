@@ -13,7 +13,7 @@ import platform
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..journal.errors import JournalError, UnlostError
 from ..replay import events as ev
@@ -23,8 +23,9 @@ from .checkpoints import Checkpointer, Folders
 from .config_keys import Config
 from .ledger import EventWriter, Ledger
 from .progress import EXIT_CODES, REASON_FAILED, REASON_FINISHED, Outcome, Progress, StopRequest
-from .protocols import Clock, DataPlane, PromptSource, Trainer, WeightsRef, WorkerFactory
+from .protocols import Blocking, Clock, DataPlane, PromptSource, Trainer, WeightsRef, WorkerFactory
 from .restore import Restorer
+from .retention import prune_payloads
 from .rollout import RolloutPump
 from .samplers import Sampler, SamplerError
 from .train import TrainPump
@@ -33,6 +34,7 @@ from .workers import WorkerPool
 log = logging.getLogger(__name__)
 
 TELEMETRY_S = 0.5
+_T = TypeVar("_T")
 
 
 class RunWriter(EventWriter, Protocol):
@@ -59,7 +61,8 @@ class Parts:
     worker_factory: WorkerFactory
     payloads: PayloadStore | None
     folders: Folders
-    prune_payloads: Callable[[State], Coroutine[Any, Any, None]]
+    payload_root: str
+    blocking: Blocking = asyncio.to_thread
 
 
 @dataclass(slots=True)
@@ -88,14 +91,14 @@ class SingleController:
         self.parts = parts
         self.identity = identity
         self.stop_request = stop
-        self.ledger = Ledger(parts.state, parts.writer, parts.clock)
+        self.ledger = Ledger(parts.state, parts.writer, parts.clock, parts.blocking)
         self.state = parts.state
         self._on_progress = on_progress
         self._phase = "starting"
         self._message = ""
         self._wake = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._spawned: set[asyncio.Task[None]] = set()
+        self._spawned: set[asyncio.Task[Any]] = set()
         self._last_tokens: tuple[int, int] = (0, 0)
         self._tokens_per_s = 0.0
         self._train: TrainPump | None = None
@@ -118,7 +121,7 @@ class SingleController:
             await self._start(restore)
             reason = await self._pump()
             detail = self.stop_request.detail
-        except (Exception, asyncio.CancelledError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever ends a run is its outcome
             cause = _first_cause(error)
             reason = REASON_FAILED
             detail = str(cause) if isinstance(cause, UnlostError) else f"{type(cause).__name__}: {cause}"
@@ -190,7 +193,8 @@ class SingleController:
             failures_max=config.rollout_checkpointing.max_consecutive_failures,
             save_data_plane=checkpointing.save_data_plane,
             payloads_full=full,
-            after_commit=lambda: parts.prune_payloads(self.state),
+            after_commit=self._prune,
+            spawn=self._spawn,
         )
         await self._checkpointer.remove_leftovers()
         self._rollout = RolloutPump(
@@ -217,6 +221,10 @@ class SingleController:
             parts.clock,
         )
 
+    async def _prune(self) -> None:
+        if self.parts.payloads is not None:
+            await prune_payloads(self.state, self.parts.payload_root, self.parts.folders, self.workers)
+
     def _synced(self, weights: WeightsRef) -> None:
         count = len(self.workers.members)
         t = self.parts.clock.now_us()
@@ -224,7 +232,7 @@ class SingleController:
 
     # --- pumps -------------------------------------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         assert self._tasks is not None
         task = self._tasks.create_task(work)
         self._spawned.add(task)
@@ -364,7 +372,7 @@ class SingleController:
                 generated = self.workers.generated()
                 offset = self.ledger.record(ev.RunEnded(self.parts.clock.now_us(), reason, detail[:500], generated))
                 await self.ledger.durable(offset)
-            await asyncio.to_thread(self.parts.writer.close)
+            await self.ledger.blocking(self.parts.writer.close)
         except Exception as error:  # noqa: BLE001 - the outcome must be told whatever fails here
             log.error("the end of the run could not be written down: %s", error)
             reason, detail = REASON_FAILED, detail or str(error)

@@ -16,7 +16,7 @@ import msgspec
 from ..replay import events as ev
 from ..replay.state import COMMITTED, COMPLETE, DISPATCHED, SEALED, UNFINISHED, State
 from ..replay.transitions import TRANSITIONS
-from .protocols import Clock
+from .protocols import Blocking, Clock
 
 
 class EventWriter(Protocol):
@@ -42,10 +42,13 @@ class EventWriter(Protocol):
 class Ledger:
     """Commands over one run's state. Not thread-safe: one event loop owns it."""
 
-    def __init__(self, state: State, writer: EventWriter, clock: Clock) -> None:
+    def __init__(
+        self, state: State, writer: EventWriter, clock: Clock, blocking: Blocking = asyncio.to_thread
+    ) -> None:
         self.state = state
         self.writer = writer
         self.clock = clock
+        self.blocking = blocking
         self.late = 0
         self.changed = asyncio.Event()
         self.stopping = False
@@ -90,7 +93,7 @@ class Ledger:
     async def before_destructive(self, offset: int) -> None:
         """Durable, and the watermark that says so too: only then may rows, files or checkpoints go."""
         await self.writer.flushed(offset)
-        await asyncio.to_thread(self.writer.sync_watermark)
+        await self.blocking(self.writer.sync_watermark)
 
     def image(self) -> int | None:
         """Rotate the journal; the new segment starts with the whole state, so a fold may begin there."""

@@ -34,6 +34,10 @@ class Clock(Protocol):
         ...
 
 
+Blocking = Callable[..., Awaitable[Any]]
+"""Runs a blocking function off the loop: ``asyncio.to_thread``, or inline in a simulation."""
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """A dataset row and where it came from. ``row`` holds at least ``prompt``; maybe ``answer``, ``id``, ``task``."""
 

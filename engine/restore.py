@@ -132,7 +132,8 @@ class Restorer:
                 if version != checkpoint.trainer_version:
                     raise CheckpointDamaged(f"{folder}: holds version {version}, its manifest says otherwise")
             except CheckpointDamaged as error:
-                log.error("checkpoint %s not used: %s", name_of(checkpoint), error)
+                level = logging.ERROR if checkpoint.committed else logging.INFO  # a killed save leaves no manifest
+                log.log(level, "checkpoint %s not used: %s", name_of(checkpoint), error)
                 if mode not in ("latest", "none"):
                     raise RestoreRefused(f"checkpoint {name_of(checkpoint)} can't be used: {error}") from error
                 continue
@@ -194,7 +195,7 @@ class Restorer:
         """What payload journals hold of unsealed siblings, synced before it is used (rules 2, 9, 10)."""
         if self.payloads is None:
             return Tails(attempts={}, losses=(), records_read=0)
-        return await asyncio.to_thread(self.payloads.sealed_tails, attempts_to_look_for(self.state))
+        return await self.ledger.blocking(self.payloads.sealed_tails, attempts_to_look_for(self.state))
 
     async def _reconcile(self, checkpoint: Checkpoint | None, tails: Tails) -> RestorePlan:
         """Make sure of every row that the fold owns, putting back what is missing; then the plan follows."""
@@ -236,7 +237,7 @@ class Restorer:
         if self.payloads is None:
             return False
         try:
-            payload = await asyncio.to_thread(self.payloads.load, receipt, key)
+            payload = await self.ledger.blocking(self.payloads.load, receipt, key)
         except PayloadDamaged as error:
             log.error("group %d sibling %d has to be generated again: %s", key.group, key.sibling, error)
             return False

@@ -300,7 +300,7 @@ class RolloutPump:
         if self.payloads is None:
             return False
         try:
-            payload = await asyncio.to_thread(self.payloads.load, receipt, key)
+            payload = await self.ledger.blocking(self.payloads.load, receipt, key)
         except PayloadDamaged as error:
             log.error("group %d sibling %d: %s", key.group, key.sibling, error)
             return False
@@ -332,7 +332,7 @@ class RolloutPump:
         if tail is None or self.payloads is None or self.config.async_rl.prefix != "resume":
             return None
         try:
-            ids, logprobs, spans = await asyncio.to_thread(self.payloads.load_prefix, tail)
+            ids, logprobs, spans = await self.ledger.blocking(self.payloads.load_prefix, tail)
         except PayloadDamaged as error:
             log.error("group %d sibling %d: prefix not used: %s", group_id, index, error)
             return None
@@ -343,7 +343,7 @@ class RolloutPump:
         tail = None
         if self.payloads is not None:
             journal = self.state.workers[self.state.groups[key.group].siblings[key.sibling].worker].journal
-            tails = await asyncio.to_thread(self.payloads.sealed_tails, {key: journal})
+            tails = await self.ledger.blocking(self.payloads.sealed_tails, {key: journal})
             tail = tails.attempts[key]
         if tail is not None and tail.sealed is not None and self.ledger.is_running(key):
             self.ledger.seal(key, tail.sealed, adopted=True)

@@ -96,9 +96,6 @@ Encode = Callable[[Prompt], list[int]]
 Score = Callable[[Prompt, list[int]], Awaitable[float]]
 """Prompt and generated token ids to a reward. Raises AttemptError."""
 
-Blocking = Callable[..., Awaitable[Any]]
-"""Runs a blocking function off the loop: ``asyncio.to_thread``, or inline in a simulation."""
-
 
 class ThreadedScore:
     """A blocking reward function in threads of its own, with a time-out. At most ``threads`` at once.

@@ -1,0 +1,320 @@
+"""Event journal → columns: one Parquet file per event type and part of the journal, in one or several processes.
+
+Every event type has a table, named and shaped after its Struct: numbers and text become columns, a receipt's fields
+join its event's, a tuple becomes a child table with one row per element, a mapping becomes JSON text. So the tables
+follow ``events.py`` by themselves, and an event written before a field existed gets that field's default.
+
+Frames are decoded to plain lists and transposed with ``zip``; no Struct is built. That is what makes ten million events
+a matter of seconds (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import typing
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from ..journal.errors import JournalDamaged
+from . import events as ev
+from .fold import open_events
+from .parquet import DOUBLE, INT64, TEXT, Column, ParquetWriter, Values
+
+if typing.TYPE_CHECKING:
+    from ..journal.storage import Storage
+
+ROWS_AT_ONCE: Final = 50_000
+"""Rows of one event type that are held as Python objects before they become columns."""
+PART_EVENTS: Final = 500_000
+"""Events in a part of the journal, the unit that a process takes."""
+
+
+class Field(NamedTuple):
+    """Where a column comes from. ``path``: index into the encoded event, then maybe into a nested struct."""
+
+    column: Column
+    path: tuple[int, ...]
+    default: Any
+    doc: str = ""
+
+
+class Child(NamedTuple):
+    """A tuple field as a table: event offset, position, then the element's fields (``value`` if it is a number)."""
+
+    table: str
+    index: int
+    columns: tuple[Column, ...]
+    nested: bool
+
+
+class EventTable(NamedTuple):
+    """The tables of one event type."""
+
+    name: str
+    event: type[ev.Event]
+    tag: int
+    fields: tuple[Field, ...]
+    children: tuple[Child, ...]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """``event_offset``, then the fields that are not tables of their own."""
+        return (OFFSET, *(field.column for field in self.fields))
+
+
+OFFSET: Final = Column("event_offset", INT64)
+POSITION: Final = Column("position", INT64)
+_CHILD_COLUMNS: Final[dict[str, tuple[str, ...]]] = {
+    "generated": ("worker", "tokens"),
+    "weight_spans": ("first_token", "branch", "version"),
+}
+_RECEIPT_RENAMED: Final = {"offset", "journal", "checksum", "first_offset"}
+
+
+def snake(name: str) -> str:
+    """``AttemptSealed`` → ``attempt_sealed``."""
+    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
+
+
+def _scalar(kind: Any) -> str | None:
+    return {int: INT64, bool: INT64, float: DOUBLE, str: TEXT}.get(kind)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return None if field.default is msgspec.NODEFAULT else field.default
+
+
+def _event_table(event: type[ev.Event]) -> EventTable:
+    fields: list[Field] = []
+    children: list[Child] = []
+    name = snake(event.__name__)
+    for index, field in enumerate(msgspec.structs.fields(event), start=1):
+        kind = _scalar(field.type)
+        if kind is not None:
+            fields.append(Field(Column(field.name, kind), (index,), _default(field)))
+        elif field.type is ev.Receipt:
+            fields += _receipt_fields(index)
+            children.append(_child(name, index, "weight_spans", tuple[int, int, int]))
+        elif typing.get_origin(field.type) is tuple:
+            children.append(_child(name, index, field.name, typing.get_args(field.type)[0]))
+        else:
+            fields.append(Field(Column(field.name, TEXT), (index,), _default(field)))
+    tag = event.__struct_config__.tag
+    assert isinstance(tag, int)
+    return EventTable(name, event, tag, tuple(fields), tuple(children))
+
+
+def _receipt_fields(index: int) -> Iterator[Field]:
+    for inner, field in enumerate(msgspec.structs.fields(ev.Receipt)):
+        kind = _scalar(field.type)
+        if kind is not None:
+            name = f"payload_{field.name}" if field.name in _RECEIPT_RENAMED else field.name
+            yield Field(Column(name, kind), (index, inner), _default(field))
+
+
+def _child(table: str, index: int, name: str, element: Any) -> Child:
+    if element is ev.PromptRef:
+        columns = tuple(Column(f.name, _scalar(f.type) or TEXT) for f in msgspec.structs.fields(element))
+        return Child(f"{table}_{name}", index, columns, nested=True)
+    if element is int:
+        return Child(f"{table}_{name}", index, (Column("value", INT64),), nested=False)
+    return Child(f"{table}_{name}", index, tuple(Column(c, INT64) for c in _CHILD_COLUMNS[name]), nested=True)
+
+
+EVENT_TABLES: Final = tuple(_event_table(event) for event in ev.EVENT_TYPES)
+_BY_TAG: Final = {table.tag: table for table in EVENT_TABLES}
+_SPANS_IN_RECEIPT: Final = ev.Receipt.__struct_fields__.index("weight_spans")
+_RECEIPT_INDEX: Final = 1 + ev.AttemptSealed.__struct_fields__.index("receipt")
+_IMAGE: Final = _event_table(ev.StateImage)
+
+
+def table_columns() -> dict[str, tuple[Column, ...]]:
+    """Every table that a journal is turned into, child tables included."""
+    found: dict[str, tuple[Column, ...]] = {}
+    for table in EVENT_TABLES:
+        found[table.name] = table.columns
+        for child in table.children:
+            found[child.table] = (OFFSET, POSITION, *child.columns)
+    return found
+
+
+class TableFiles:
+    """Columns on their way into Parquet files ``<folder>/<table>.<part>.parquet``; a file appears with its first row."""
+
+    def __init__(self, folder: Path, part: str) -> None:
+        self._folder = folder
+        self._part = part
+        self._columns = table_columns()
+        self._writers: dict[str, ParquetWriter] = {}
+        self._waiting: dict[str, list[Any]] = {}
+
+    def add(self, table: str, columns: Sequence[Values]) -> None:
+        """Take rows, column-wise; written once there are enough of them."""
+        held = self._waiting.get(table)
+        if held is None:
+            held = self._waiting[table] = [_empty(column.type) for column in self._columns[table]]
+        for store, values in zip(held, columns, strict=True):
+            store.extend(values)
+        if len(held[0]) >= 2 * ROWS_AT_ONCE:
+            self._write(table, held)
+
+    def _write(self, table: str, held: list[Any]) -> None:
+        writer = self._writers.get(table)
+        if writer is None:
+            file = (self._folder / f"{table}.{self._part}.parquet").open("xb")
+            writer = self._writers[table] = ParquetWriter(file, self._columns[table])
+        writer.write(held)
+        self._waiting[table] = [_empty(column.type) for column in self._columns[table]]
+
+    def close(self) -> None:
+        """Write what waits, and the footers."""
+        for table, held in list(self._waiting.items()):
+            if len(held[0]):
+                self._write(table, held)
+        for writer in self._writers.values():
+            writer.close()
+
+
+def _empty(kind: str) -> Any:
+    return [] if kind == TEXT else array("q" if kind == INT64 else "d")
+
+
+class EventColumns:
+    """Sorts events by type and turns them into columns."""
+
+    def __init__(self, files: TableFiles) -> None:
+        self._files = files
+        self._rows: defaultdict[int, list[list[Any]]] = defaultdict(list)
+        self._held = 0
+        self.unknown: dict[int, int] = {}
+
+    def add(self, first_offset: int, rows: Sequence[list[Any]]) -> None:
+        """Events as msgpack arrays ``[tag, field, …]``, which are taken over; the first has ``first_offset``."""
+        by_tag = self._rows
+        for offset, row in enumerate(rows, first_offset):
+            tag = row[0]
+            row[0] = offset  # becomes the first column
+            by_tag[tag].append(row)
+        self._held += len(rows)
+        if self._held >= ROWS_AT_ONCE:
+            self.flush()
+
+    def add_image(self, offset: int, payload: bytes) -> None:
+        """A frame that holds one StateImage: its size is wanted, not its content."""
+        image = msgspec.msgpack.decode(payload, type=list[ev.StateImage])[0]
+        self._files.add(_IMAGE.name, [[offset], [image.t], [str(len(image.state))]])
+
+    def flush(self) -> None:
+        """Turn what was added into columns."""
+        for tag, rows in self._rows.items():
+            table = _BY_TAG.get(tag)
+            if table is None:
+                self.unknown[tag] = self.unknown.get(tag, 0) + len(rows)
+            else:
+                self._flush_type(table, rows)
+        self._rows.clear()
+        self._held = 0
+
+    def _flush_type(self, table: EventTable, rows: list[list[Any]]) -> None:
+        columns = _transpose(rows, _DEFAULTS[table.tag])
+        receipts: list[Any] = []
+        if table.event is ev.AttemptSealed:
+            receipts = _transpose(columns[_RECEIPT_INDEX], _RECEIPT_DEFAULTS)
+        out: list[Any] = [columns[0]]
+        for field in table.fields:
+            values = columns[field.path[0]] if len(field.path) == 1 else receipts[field.path[1]]
+            out.append(_as_text(values) if field.column.type == TEXT else values)
+        self._files.add(table.name, out)
+        for child in table.children:
+            source = receipts[_SPANS_IN_RECEIPT] if receipts else columns[child.index]
+            self._flush_child(child, source, columns[0])
+
+    def _flush_child(self, child: Child, lists: Sequence[Sequence[Any]], offsets: Sequence[int]) -> None:
+        counts = list(map(len, lists))
+        elements = list(chain.from_iterable(lists))
+        if not elements:
+            return
+        out: list[Any] = [
+            list(chain.from_iterable(map(repeat, offsets, counts))),
+            list(chain.from_iterable(map(range, counts))),
+        ]
+        if child.nested:
+            out += _transpose(elements, [""] * len(child.columns))
+        else:
+            out.append(elements)
+        self._files.add(child.table, out)
+
+
+def _transpose(rows: Sequence[list[Any]], defaults: Sequence[Any]) -> list[Sequence[Any]]:
+    """Rows to columns. A row from before a field existed gets the field's default; unknown later fields are left out."""
+    width = len(defaults)
+    if min(map(len, rows)) < width:
+        for row in rows:
+            row.extend(defaults[len(row) :])
+    return list(zip(*rows, strict=False))
+
+
+_DEFAULTS: Final = {
+    table.tag: [None, *(_default(field) for field in msgspec.structs.fields(table.event))] for table in EVENT_TABLES
+}
+_RECEIPT_DEFAULTS: Final = [_default(field) for field in msgspec.structs.fields(ev.Receipt)]
+
+
+def _as_text(values: Sequence[Any]) -> Sequence[str]:
+    if isinstance(values[0], str):
+        return values
+    encode = msgspec.json.encode
+    return [encode(value).decode() for value in values]
+
+
+# --- a part of a journal --------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Events ``start`` ≤ offset < ``stop`` of a run, for one process."""
+
+    run: str
+    start: int
+    stop: int
+    folder: str
+    name: str
+
+
+class PartResult(NamedTuple):
+    """``end``: offset after the last event read. ``unknown``: events of tags that this release does not know."""
+
+    end: int
+    unknown: dict[int, int]
+    damaged: str
+
+
+def load_part(part: Part, storage: Storage | None = None) -> PartResult:
+    """Turn a part of a journal into Parquet files. Damage ends the part; its text is in the result, not raised."""
+    reader = open_events(part.run, storage)
+    files = TableFiles(Path(part.folder), part.name)
+    columns = EventColumns(files)
+    decode: Callable[[bytes], list[list[Any]]] = msgspec.msgpack.Decoder(list[list[Any]]).decode
+    end, damaged = part.start, ""
+    try:
+        for view in reader.frames(part.start, part.stop):
+            if view.image:
+                columns.add_image(view.first_offset, view.payload)
+            else:
+                rows = decode(view.payload)
+                skip = max(part.start - view.first_offset, 0)
+                if skip or view.first_offset + len(rows) > part.stop:
+                    rows = rows[skip : part.stop - view.first_offset]
+                columns.add(view.first_offset + skip, rows)
+            end = min(view.first_offset + view.count, part.stop)
+    except JournalDamaged as error:
+        damaged = str(error)
+    columns.flush()
+    files.close()
+    return PartResult(end, columns.unknown, damaged)
