@@ -77,15 +77,12 @@ def _work_folder(wanted: Path | None, *, keep: bool) -> Iterator[Path]:
 
 def _fill(folder: Path, example: Path | None) -> None:
     """Copy the example and let it make its model."""
-    from importlib.resources import as_file, files
-
     from ..engine.config import load_config
     from .errors import DemoFailed, UsageFault
 
     (folder / _MARKER_FILE).touch()
     if example is None:
-        with as_file(files("unlost.quickstart")) as packaged:
-            _copy(packaged, folder)
+        _copy(_packaged_example(), folder)
     elif (example / "config.yaml").is_file() and (example / "make_model.py").is_file():
         _copy(example, folder)
     else:
@@ -95,6 +92,15 @@ def _fill(folder: Path, example: Path | None) -> None:
     made = subprocess.run([sys.executable, "make_model.py", model], cwd=folder, check=False)
     if made.returncode:
         raise DemoFailed(f"{folder}/make_model.py failed with exit code {made.returncode}")
+
+
+def _packaged_example() -> Path:
+    """The quickstart's folder: of the checkout, or beside the installed package."""
+    import importlib
+
+    # By its path, not importlib.resources: that refuses a namespace package which an editable install has mapped.
+    places = importlib.import_module("unlost.quickstart").__path__
+    return next(Path(place) for place in places if Path(place).is_dir())
 
 
 def _copy(source: Path, target: Path) -> None:
