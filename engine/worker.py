@@ -26,10 +26,10 @@ from ..journal.writer import JournalWriter
 from ..replay.events import FAIL_DATA, FAIL_INFRASTRUCTURE, AttemptKey, Receipt
 from ..replay.payloads import Payload, Span, checksum, progress_record, receipt_of, sealed_record
 from .protocols import (
-    Blocking,
     AttemptAborted,
     AttemptError,
     AttemptRequest,
+    Blocking,
     Clock,
     DataPlane,
     Prompt,

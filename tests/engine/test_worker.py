@@ -262,6 +262,24 @@ def test_an_abort_while_scoring_ends_the_attempt() -> None:
     run_virtual(main)
 
 
+def test_an_abort_between_the_last_token_and_scoring_ends_the_attempt() -> None:
+    """However close the abort comes to the end of decoding, no reward is computed and no seal is written."""
+
+    async def main() -> None:
+        def never(prompt: Prompt, token_ids: Any) -> float:
+            raise AssertionError("scored")
+
+        async with Bench(SimPlan(tokens=1000, seconds_per_token=0.01), reward=never) as bench:
+            task = asyncio.ensure_future(bench.worker.generate(request()))
+            await asyncio.sleep(2)
+            bench.core._on_done(bench.core._attempts[KEY], "eos")
+            await bench.core.abort([KEY])
+            with pytest.raises(AttemptAborted):
+                await task
+
+    run_virtual(main)
+
+
 def test_stopping_makes_running_attempts_durable() -> None:
     """An orderly stop loses no token: all attempts are aborted with their tokens on disk."""
 
