@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 MARKER: Final = "UNLOST_DEMO"
 _GONE_WITHIN_S: Final = 15.0
+_POLL_S: Final = 0.05
 
 
 def kill_tree(pid: int, marker: str) -> int:
@@ -30,11 +31,13 @@ def kill_tree(pid: int, marker: str) -> int:
                 killed.add(process.pid)
             except psutil.NoSuchProcess:
                 continue
-        psutil.wait_procs(found, timeout=0.5)
-        if not _marked(marker):
+        # Not psutil.wait_procs: it would reap our own child and take its exit status from whoever waits for it.
+        left = _marked(marker)
+        if not left:
             return len(killed)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes do not die: {[p.pid for p in _marked(marker)]}")
+            raise TimeoutError(f"processes do not die: {[process.pid for process in left]}")
+        time.sleep(_POLL_S)
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
