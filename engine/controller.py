@@ -118,10 +118,12 @@ class SingleController:
         self.stop_request.listen(wake)
         try:
             await self._open()
-            await self._start(restore)
-            reason = await self._pump()
+            if await self._start_unless_stopped(restore):
+                reason = await self._pump()
+            else:
+                reason = str(self.stop_request.reason)
             detail = self.stop_request.detail
-        except Exception as error:  # noqa: BLE001 - whatever ends a run is its outcome
+        except Exception as error:
             cause = _first_cause(error)
             reason = REASON_FAILED
             detail = str(cause) if isinstance(cause, UnlostError) else f"{type(cause).__name__}: {cause}"
@@ -145,6 +147,19 @@ class SingleController:
             )
         )
         await self.ledger.durable(offset)
+
+    async def _start_unless_stopped(self, restore: str) -> bool:
+        """Start up, or stop doing so when asked to: a restore can be repeated from any point."""
+        starting = asyncio.create_task(self._start(restore))
+        asked = asyncio.create_task(self._asked_to_stop())
+        await asyncio.wait((starting, asked), return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if starting.done():
+            starting.result()
+            return True
+        starting.cancel()
+        await asyncio.wait((starting,))
+        return False
 
     async def _start(self, restore: str) -> None:
         parts, config = self.parts, self.config

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import msgspec
 
+from ..journal.clock import SystemClock
 from ..journal.errors import JournalMissing, UnlostError
+from ..journal.lock import LOCK_NAME, DirectoryLock
 from ..journal.reader import JournalReader
-from ..journal.storage import Storage
+from ..journal.storage import RealStorage
 from ..journal.writer import JournalWriter
 from ..replay.events import EVENT_TYPES, AnyEvent
 from ..replay.fold import EVENTS_FOLDER, fold_reader
@@ -122,7 +124,20 @@ def _compare(config: Config, state: State, fingerprints: Mapping[str, str]) -> N
             )
 
 
-def open_run(config: Config, fingerprints: Mapping[str, str], storage: Storage | None = None) -> OpenRun:
+def check_free(config: Config) -> None:
+    """Raise JournalLocked, naming the holder, if another process has the run. Leaves no trace otherwise."""
+    folder = Path(config.run_dir) / EVENTS_FOLDER
+    storage = RealStorage()
+    if not (folder / LOCK_NAME).is_file():
+        return
+    lock = storage.try_lock(str(folder / LOCK_NAME))
+    if lock is not None:
+        lock.release()
+        return
+    DirectoryLock.acquire(storage, str(folder), SystemClock(), take_over=False).release()
+
+
+def open_run(config: Config, fingerprints: Mapping[str, str], *, take_over: bool = False) -> OpenRun:
     """Lock, recover and fold; ready to record RunStarted. Raises JournalLocked (holder named), or as ``check_run``."""
     before = check_run(config, fingerprints)
     run = Path(config.run_dir)
@@ -130,7 +145,7 @@ def open_run(config: Config, fingerprints: Mapping[str, str], storage: Storage |
     folder = run / EVENTS_FOLDER
     known = JournalReader(folder, EVENT_TYPES).journal_id if folder.is_dir() and before is not None else None
     writer = JournalWriter.open(
-        folder, EVENT_TYPES, journal_id=known or run_id, options=config.journal.options(), storage=storage
+        folder, EVENT_TYPES, journal_id=known or run_id, options=config.journal.options(), take_over=take_over
     )
     try:
         state = fold_reader(JournalReader(folder, EVENT_TYPES)) if writer.next_offset else State()
