@@ -14,6 +14,9 @@ _EXIT_TIMEOUT_S = 10.0
 
 
 class _Writer(Protocol):
+    @property
+    def threaded(self) -> bool: ...
+
     def close(self, timeout_s: float | None = None) -> None: ...
 
     def after_fork_in_child(self) -> None: ...
@@ -30,10 +33,14 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
-    """A daemon thread dies with the interpreter: what is queued is made durable before that."""
+    """A daemon thread dies with the interpreter: what is queued is made durable before that.
+
+    A writer without a thread is pumped by its owner, who may be a simulation of a machine that is gone.
+    """
     for writer in list(LIVE):
         try:
-            writer.close(_EXIT_TIMEOUT_S)
+            if writer.threaded:
+                writer.close(_EXIT_TIMEOUT_S)
         except Exception:
             logger.exception("closing a journal at exit")
 

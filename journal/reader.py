@@ -16,11 +16,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from .errors import JournalDamaged, JournalMissing
-from .format import COMPAT_IMAGE, FrameHeader, segment_name, segment_offset
+from .format import COMPAT_IMAGE, PREAMBLE_BYTES, FrameHeader, parse_preamble, segment_name, segment_offset
 from .frames import EventTypes, FrameOpener, PayloadError
 from .recovery import judge_headless
 from .scan import Damaged, FrameWalk, Position, TornTail, judge
-from .storage import RealStorage, Storage
+from .storage import RealStorage, Storage, read_exact
 from .survey import SegmentFile, Survey, open_walk, survey
 
 E = TypeVar("E")
@@ -254,9 +254,19 @@ class JournalReader(Generic[E]):
             except FileNotFoundError:  # an opening writer has just cut it
                 continue
             if isinstance(verdict, Damaged):
+                if end >= self._survey.watermark and self._begun_meanwhile(segment):
+                    return
                 raise JournalDamaged(self.directory, segment.name, 0, end, verdict.reason)
             if isinstance(verdict, TornTail):
                 self.tail = TailInfo(segment.name, 0, verdict.length, verdict.reason)
+
+    def _begun_meanwhile(self, segment: SegmentFile) -> bool:
+        """Beside a running writer, a segment seen before its first write may be whole by now."""
+        file = self._storage.open(segment.path)
+        try:
+            return not isinstance(parse_preamble(read_exact(file, 0, PREAMBLE_BYTES), segment.path), str)
+        finally:
+            file.close()
 
     def _mended(self, segment: SegmentFile, at: Position) -> bool:
         """Whether what looked bad is an intact frame now.

@@ -92,8 +92,19 @@ def survey(storage: Storage, directory: str) -> Survey:
     Raises JournalMissing when there is no such directory, JournalDamaged when a segment that must exist does not or
     has an unreadable preamble, JournalUnsupported, OSError.
     """
-    slots = read_watermark(storage, directory) if _exists(storage, directory) else []
-    floor_mark = read_floor(storage, directory)
+    _must_exist(storage, directory)
+    while True:
+        floor_mark = read_floor(storage, directory)
+        try:
+            return _survey_once(storage, directory, floor_mark)
+        except JournalDamaged:
+            # Beside a pruning writer the floor may have risen between the two looks; then what is missing was pruned.
+            if read_floor(storage, directory) == floor_mark:
+                raise
+
+
+def _survey_once(storage: Storage, directory: str, floor_mark: Mark | None) -> Survey:
+    slots = read_watermark(storage, directory)  # before the listing: what it covers must then be there
     files = _segment_files(storage, directory)
     floor = floor_mark.offset if floor_mark else 0
     kept = [f for f in files if f.first_offset >= floor]
@@ -104,12 +115,11 @@ def survey(storage: Storage, directory: str) -> Survey:
     return result
 
 
-def _exists(storage: Storage, directory: str) -> bool:
+def _must_exist(storage: Storage, directory: str) -> None:
     try:
         storage.list_names(directory)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise JournalMissing(f"{directory}: no journal here ({error.strerror or error})") from error
-    return True
 
 
 def _segment_files(storage: Storage, directory: str) -> list[SegmentFile]:

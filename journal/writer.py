@@ -221,6 +221,11 @@ class JournalWriter(Generic[E]):
     # ------------------------------------------------------------------ durability
 
     @property
+    def threaded(self) -> bool:
+        """Whether a flush thread works for this writer; else its owner calls ``pump``."""
+        return self._thread is not None
+
+    @property
     def next_offset(self) -> int:
         """Offset that the next event will get."""
         return self._next
