@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .output import Format, print_json
+from .output import Format, print_json, show_warnings
 
 
 def config(
@@ -18,6 +18,7 @@ def config(
     format: Annotated[Format, typer.Option(help="YAML as a table of keys, or JSON.")] = Format.table,
 ) -> None:
     """Check a configuration and print it resolved: every key, defaults filled in, paths absolute."""
+    show_warnings()
     from ..engine.config import dump_config, load_config
 
     resolved = load_config(path, override or ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
@@ -25,6 +26,21 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+class WarningLines(logging.Handler):
+    """Log records as lines on the stderr of the moment, which a live display may have replaced."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line; exceptions are left to the log file."""
+        sys.stderr.write(f"unlost: {record.levelname.lower()}: {' '.join(record.getMessage().split())}\n")
+
+
+def show_warnings() -> None:
+    """Let warnings of unlost reach the terminal, once however often it is called."""
+    logger = logging.getLogger("unlost")
+    if not any(isinstance(handler, WarningLines) for handler in logger.handlers):
+        logger.addHandler(WarningLines(logging.WARNING))
 
 
 def print_json(value: Any) -> None:

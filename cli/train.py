@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .output import show_warnings
+
 if TYPE_CHECKING:
+    show_warnings()
     from ..engine.config import Config
     from ..engine.progress import Outcome, StopRequest
     from .progress_view import ProgressView
@@ -25,6 +28,9 @@ def train(
         str,
         typer.Option(metavar="latest|STEP|none", help="Checkpoint to go on from; none: step 0, rollouts kept."),
     ] = "latest",
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="The run's holder on another machine is known to be dead.")
+    ] = False,
 ) -> None:
     """Train, or go on with a run that was stopped or killed: the same command again.
 
@@ -32,6 +38,7 @@ def train(
     """
     if restore not in ("latest", "none") and not restore.isdecimal():
         raise typer.BadParameter(f"expected latest, none or a step number, got {restore!r}", param_hint="--restore")
+    show_warnings()
     from ..engine.config import load_config
 
     config = load_config(path, override or ())
@@ -42,7 +49,7 @@ def train(
 
     stop = StopRequest()
     with progress_view() as view, stopping(stop, config.stop):
-        outcome = _run_beside(config, restore, view, stop)
+        outcome = _run_beside(config, view, stop, restore=restore, take_over=take_over)
     _report(outcome)
     raise typer.Exit(outcome.exit_code)
 
@@ -60,7 +67,7 @@ def require_training_packages() -> None:
             raise TrainUnavailable(f"training needs the package {package}: pip install 'unlost[train]'")
 
 
-def _run_beside(config: Config, restore: str, view: ProgressView, stop: StopRequest) -> Outcome:
+def _run_beside(config: Config, view: ProgressView, stop: StopRequest, *, restore: str, take_over: bool) -> Outcome:
     """Run the engine in a thread of its own and wait here.
 
     Signal handlers run on the main thread between bytecodes: so it must not sit in a blocking call of Ray or torch, and
@@ -73,7 +80,8 @@ def _run_beside(config: Config, restore: str, view: ProgressView, stop: StopRequ
         try:
             from ..engine.launch import run_training
 
-            results.append(run_training(config, restore=restore, on_progress=view.update, stop=stop))
+            outcome = run_training(config, restore=restore, on_progress=view.update, stop=stop, take_over=take_over)
+            results.append(outcome)
         except BaseException as error:  # noqa: BLE001 - raised again on the main thread
             errors.append(error)
 

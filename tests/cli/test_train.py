@@ -26,7 +26,7 @@ import sys, threading, time, types
 from unlost.engine.progress import EXIT_CODES, Outcome, Progress
 from unlost.journal.errors import UnlostError
 
-def run_training(config, *, restore, on_progress, stop):
+def run_training(config, *, restore, on_progress, stop, take_over):
     # This stands in for the engine.
     assert threading.current_thread() is not threading.main_thread()
     {body}
@@ -194,10 +194,10 @@ def test_a_failed_run_says_why_on_stderr(start):
 
 def test_configuration_and_restore_reach_the_engine(start):
     """Overrides and ``--restore`` are handed on as given."""
-    body = "print(config.grpo.max_steps, restore, flush=True); return wait(stop, on_progress, 0)"
-    args = ("train", "c.yaml", "-o", "grpo.max_steps=7", "--restore", "12")
+    body = "print(config.grpo.max_steps, restore, take_over, flush=True); return wait(stop, on_progress, 0)"
+    args = ("train", "c.yaml", "-o", "grpo.max_steps=7", "--restore", "12", "--take-over")
 
-    code, _, _ = finish(start(body, *args, wait_for="7 12"))
+    code, _, _ = finish(start(body, *args, wait_for="7 12 True"))
 
     assert code == 0
 
@@ -244,6 +244,20 @@ def test_config_prints_what_a_file_comes_to(tmp_path, capsys):
     assert resolved["model"]["path"] == str(tmp_path / "m")
     assert run(["config", str(tmp_path / "c.yaml")]) == 0
     assert f"  train: {tmp_path / 'p.jsonl'}\n" in capsys.readouterr().out
+
+
+def test_warnings_are_lines_on_stderr(tmp_path, capsys):
+    """What is odd but harmless is said once, beside the output and not in it."""
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    args = ["config", str(tmp_path / "c.yaml"), "-o", "checkpointing.enabled=false", "--format", "json"]
+
+    assert run(args) == 0
+    captured = capsys.readouterr()
+
+    json.loads(captured.out)
+    assert captured.err.startswith("unlost: warning: ")
+    assert captured.err.count("\n") == 1
+    assert "checkpointing.enabled is false" in captured.err
 
 
 def test_version(capsys):
