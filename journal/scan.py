@@ -239,9 +239,9 @@ def judge(window: Window, bad: Bad, watermark: int, *, named_bytes: int | None, 
 def find_later_frame(window: Window, bad: Position, *, strict: bool) -> tuple[int, FrameHeader] | None:
     """The first intact frame after ``bad`` that proves the bad bytes durable.
 
-    Its ``durable_upto`` lies above them, or (``strict``) its events come after them.
+    Its ``durable_upto`` lies above them, or (``strict``) its events are not before them.
     """
-    at = bad.byte + 1
+    at = bad.byte  # an intact frame out of its place proves as much: the one before it was taken out
     overlap = len(FRAME_START) - 1
     while at < window.end:
         piece = window.read(at, _WINDOW_BYTES)
@@ -252,7 +252,7 @@ def find_later_frame(window: Window, bad: Position, *, strict: bool) -> tuple[in
         at += found
         header = parse_frame_header(window.read(at, FRAME_HEADER_BYTES), "a later frame")
         if not isinstance(header, str) and (
-            header.durable_upto > bad.offset or (strict and header.first_offset > bad.offset)
+            header.durable_upto > bad.offset or (strict and header.first_offset >= bad.offset)
         ):
             stored = window.read(at + FRAME_HEADER_BYTES, header.stored_bytes)
             if len(stored) == header.stored_bytes and crc32(stored) == header.payload_crc:

@@ -498,7 +498,8 @@ def test_repair_gives_up_only_what_it_said() -> None:
         assert again.append(Note(5)) == 5
 
 
-@pytest.mark.parametrize("delay_s", [0.2, 0.5])
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.2, 1.0])
 def test_slow_syncs_are_shown_not_felt(delay_s: float) -> None:
     """With syncs of fractions of a second appends stay fast, the interval adapts and the shown loss window is true."""
     storage = SimStorage()

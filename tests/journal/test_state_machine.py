@@ -119,6 +119,8 @@ class JournalMachine(RuleBasedStateMachine):
         try:
             report = self.writer.prune(max(0, self.acknowledged - back))
         except (JournalFailed, OSError):
+            self.storage.faults.clear()
+            self.floor = JournalReader(DIRECTORY, KINDS, storage=self.storage).first_offset
             return
         assert self.floor <= report.floor <= max(self.acknowledged - back, self.floor, 0)
         self.floor = report.floor
@@ -166,7 +168,7 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2**16), where=st.integers(0, 2**16), bit=st.integers(0, 7))
     def corrupt(self, which: int, where: int, bit: int) -> None:
         """One flipped bit: every acknowledged event, or a refusal; then repair keeps exactly what it said."""
-        files = {n: d for n, d in self.storage.snapshot(DIRECTORY).items() if n.endswith(".zst") and d}
+        files = {n: d for n, d in self.storage.snapshot(DIRECTORY).items() if n != "LOCK" and d}
         if not files:
             return
         name = sorted(files)[which % len(files)]
