@@ -23,7 +23,7 @@ from ..replay.transitions import returned_groups
 from .checkpoints import DATA_PLANE_FOLDER, TRAINER_FOLDER, Folders, Manifest, name_of, read_manifest
 from .ledger import Ledger
 from .protocols import CheckpointDamaged, Clock, DataPlane, SnapshotMismatch, Trainer, WeightsRef
-from .rollout import row_of
+from .rows import row_of
 from .samplers import Sampler
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..journal.errors import UnlostError
 from ..replay import events as ev
-from ..replay.payloads import AttemptTail, Payload, PayloadDamaged, PayloadStore
+from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore
 from ..replay.state import COMPLETE, IDLE, UNFINISHED, Group, State
 from .config_keys import Config
 from .ledger import Ledger
@@ -29,9 +29,9 @@ from .protocols import (
     Prefix,
     Prompt,
     PromptSource,
-    Row,
     WorkerLost,
 )
+from .rows import row_of
 from .samplers import Sampler, by_slot
 from .workers import Member, WorkerPool
 
@@ -49,20 +49,6 @@ def attempt_seed(run_seed: int, group: int, sibling: int) -> int:
     """63-bit sampling seed of a sibling, the same for every attempt at it."""
     digest = hashlib.sha256(f"{run_seed}/{group}/{sibling}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def row_of(payload: Payload) -> Row:
-    """A journaled payload as a row of the data plane."""
-    return Row(
-        key=payload.key,
-        prompt_ids=payload.prompt_ids,
-        token_ids=payload.token_ids,
-        logprobs=payload.logprobs,
-        weight_spans=payload.weight_spans,
-        reward=payload.reward,
-        checksum=payload.checksum,
-        truncated=payload.truncated,
-    )
 
 
 class RolloutPump:

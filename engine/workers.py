@@ -178,7 +178,9 @@ class WorkerPool:
             if isinstance(result, WorkerStats):
                 member.generated = max(member.generated, result.generated_tokens)
                 good.append(result)
-            elif not isinstance(result, WorkerLost):
+            elif isinstance(result, WorkerLost):
+                await self.lost(member)
+            else:
                 raise result
         return good
 

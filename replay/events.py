@@ -360,6 +360,13 @@ class WorkerStopped(Event, frozen=True, tag=27):
     generated: int = -1
 
 
+class DataPlaneRestarted(Event, frozen=True, tag=28):
+    """The data plane was lost and came back; ``rows`` were put back from payloads."""
+
+    rows: int
+    seconds: float
+
+
 AnyEvent = Union[  # noqa: UP007 - msgspec and EVENT_TYPES read its arguments
     RunStarted,
     RunEnded,
@@ -388,6 +395,7 @@ AnyEvent = Union[  # noqa: UP007 - msgspec and EVENT_TYPES read its arguments
     StateImage,
     WorkerStarted,
     WorkerStopped,
+    DataPlaneRestarted,
 ]
 
 EVENT_TYPES: Final[tuple[type[Event], ...]] = AnyEvent.__args__  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
-"""Fold a journal to state: from the newest image at or before the wanted offset, so that the time follows what is
-live and what is new, not the length of the history.
+"""Fold a journal to state, beginning at the newest image at or before the wanted offset.
+
+So the time follows what is live and what is new, not the length of the history.
 """
 
 from __future__ import annotations

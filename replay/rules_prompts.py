@@ -36,6 +36,10 @@ def do_run_ended(state: State, e: ev.RunEnded) -> None:
     note_generated(state, e.generated)
 
 
+def do_data_plane_restarted(state: State, e: ev.DataPlaneRestarted) -> None:
+    count(state, "data_plane_restarts")
+
+
 def check_worker_started(state: State, e: ev.WorkerStarted) -> None:
     need(e.worker not in state.workers, e, f"worker id {e.worker} was used before")
 

@@ -50,6 +50,7 @@ TRANSITIONS: Final[dict[type[ev.Event], tuple[_Check, _Check]]] = {
     ev.RestoreCompleted: (training.check_restore_completed, training.do_restore_completed),
     ev.StateImage: (training.check_nothing, training.do_state_image),
     ev.WorkerStarted: (prompts.check_worker_started, prompts.do_worker_started),
+    ev.DataPlaneRestarted: (training.check_nothing, prompts.do_data_plane_restarted),
     ev.WorkerStopped: (prompts.check_worker_stopped, prompts.do_worker_stopped),
 }
 

@@ -7,12 +7,11 @@ only if the dead run's files show it. If not, the run is resumed and the harness
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from unlost.journal import JournalReader
 from unlost.journal.errors import JournalMissing
 from unlost.replay import events as ev
 from unlost.replay.fold import fold_run
-from unlost.replay.plan import attempts_to_look_for
 from unlost.replay.payloads import PayloadStore
+from unlost.replay.plan import attempts_to_look_for
 from unlost.replay.state import State
 
 POLL_S = 0.002
