@@ -98,6 +98,7 @@ class Flusher:
                 self.worked = bool(self._frames)
                 if self._frames:
                     self._commit()
+                self._sink.advance_watermark()
                 self._heartbeat()
             except JournalFailed as error:
                 self.failed = True
@@ -186,14 +187,14 @@ class Flusher:
     def close(self) -> None:
         """Close the files. Waits for a cycle in progress."""
         with self._one_at_a_time:
+            self._sink.close(abandon=self.abandoned)
             self.abandoned = True
-            self._sink.close()
 
     def after_fork_in_child(self) -> None:
         """Close the child's copies of the descriptors; nothing is written."""
         self._one_at_a_time = threading.Lock()
         self.abandoned = True
-        self._sink.close()
+        self._sink.close(abandon=True)
 
     def metrics(self, *, next_offset: int, appended_cost: int, queued_since: float | None) -> JournalMetrics:
         """Figures as of now. The lag counts from when the oldest undurable event may have been queued."""
@@ -217,6 +218,7 @@ class Flusher:
             write_failures=self._failures,
             write_failures_in_a_row=self._failures_in_a_row,
             watermark_failures=self._sink.watermark_failures,
+            watermark_behind=self._sink.watermark_behind,
             frames=self._sink.frames,
             segments=self._sink.segments,
             bytes_raw=self._raw_bytes,

@@ -79,6 +79,7 @@ class JournalMetrics(msgspec.Struct, frozen=True):
     write_failures: int
     write_failures_in_a_row: int
     watermark_failures: int
+    watermark_behind: bool
     frames: int
     segments: int
     bytes_raw: int

@@ -83,6 +83,7 @@ class SegmentSink:
         self._chain = 0
         self._abandoned: str | None = None
         self.durable_upto = next_offset
+        self.watermark_behind = False
         self.segments = self.frames = self.bytes_written = self.watermark_failures = 0
 
     @property
@@ -107,7 +108,8 @@ class SegmentSink:
             for _ in group:
                 frames.popleft()
             self.durable_upto = group[-1].next_offset
-            self._advance_watermark()
+            self.watermark_behind = True
+            self.advance_watermark()
             on_group(group)
 
     def _next_group(self, frames: deque[SealedFrame]) -> list[SealedFrame]:
@@ -240,10 +242,17 @@ class SegmentSink:
             except OSError as error:
                 logger.warning("closing a segment of %s: %s", self._directory, error)
 
-    def _advance_watermark(self) -> None:
-        """The statement is a lower bound: one that could not be written costs precision, not correctness."""
+    def advance_watermark(self) -> None:
+        """State ``durable_upto`` if that is not stated yet.
+
+        The statement is a lower bound: one that could not be written costs precision, not correctness, and is tried
+        again with the next flush and at closing.
+        """
+        if not self.watermark_behind:
+            return
         try:
             self._watermark.write(self.durable_upto, self._clock.wall_ns())
+            self.watermark_behind = False
         except OSError as error:
             self.watermark_failures += 1
             if self.watermark_failures == 1:
@@ -251,13 +260,19 @@ class SegmentSink:
 
     def sync_watermark(self) -> None:
         """Make the statement about ``durable_upto`` survive a power cut. Raises OSError."""
+        self.advance_watermark()
         try:
+            if self.watermark_behind:
+                raise OSError("WATERMARK could not be written")
             self._watermark.sync()
         except OSError:
             logger.warning("%s: WATERMARK could not be synced: replacing it", self._directory)
             self._watermark.replace(self.durable_upto, self._clock.wall_ns())
+            self.watermark_behind = False
 
-    def close(self) -> None:
+    def close(self, *, abandon: bool = False) -> None:
         """Close files; everything committed is durable already."""
+        if not abandon:
+            self.advance_watermark()
         self._leave_segment()
         self._watermark.close()

@@ -550,3 +550,45 @@ def test_closed_means_closed() -> None:
         writer.rotate()
     report: RecoveryReport = open_writer(storage).recovery
     assert (report.next_offset, report.torn, report.watermark_source) == (1, [], "WATERMARK")
+
+
+@pytest.mark.parametrize("op", ["sync", "sync_directory"])
+def test_the_watermark_is_never_ahead_of_the_disk(op: str) -> None:
+    """When the sync of an event fails, WATERMARK does not cover it: after the power cut it is no damage."""
+    storage = SimStorage()
+    writer = open_writer(storage)
+    if op == "sync":
+        writer.append(Note(0))
+        writer.sync()
+    start = writer.next_offset
+    writer.append(Note(start))
+    storage.fail(op, errno.EIO, name=".zst" if op == "sync" else "")
+    writer.pump()
+    storage.kill_process()
+    reader = JournalReader(DIRECTORY, KINDS, storage=storage)
+    assert reader.watermark == start
+    assert [offset for offset, _ in reader.events()] == list(range(start))
+
+
+def test_a_zombie_that_runs_ahead_counts_for_nothing() -> None:
+    """A zombie's later segments and its WATERMARK beyond the newer incarnation's end are neither read nor damage."""
+    storage = SimStorage()
+    storage.enforce_locks = False
+    old = open_writer(storage, take_over=True, heartbeat_s=1e9)
+    old.append(Note(0))
+    old.sync()
+    new = open_writer(storage, take_over=True)
+    new.append(Note(1))
+    new.sync()
+    for _ in range(5):
+        old.append(Note(100))
+        old.rotate()
+        old.pump()
+    assert old.durable_upto == 6
+    assert numbers(storage) == [0, 1]
+    report = verify(DIRECTORY, storage)
+    assert (report.state, report.end_offset, report.watermark) == ("clean", 2, 1)
+    assert sum(s.state == "ignored" for s in report.segments) == 4
+    new.abandon()
+    third = open_writer(storage, take_over=True)
+    assert (third.next_offset, third.incarnation) == (2, 3)

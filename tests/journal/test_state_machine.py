@@ -133,6 +133,7 @@ class JournalMachine(RuleBasedStateMachine):
             self.acknowledged = len(self.history)
         except (JournalFailed, JournalTimeout):
             self.acknowledged = max(self.acknowledged, self.writer.durable_upto)
+        self.exact = self.exact and not self.writer.metrics().watermark_behind
         self.writer = None
         self.storage.faults.clear()
 
@@ -152,6 +153,7 @@ class JournalMachine(RuleBasedStateMachine):
     def crash(self, mode: str, seed: int) -> None:
         if self.writer is not None:
             self.note_durable()
+            self.exact = self.exact and not self.writer.metrics().watermark_behind
         self.writer = None
         if mode == "kill":
             self.storage.kill_process()
