@@ -10,28 +10,39 @@ a matter of seconds (docs/benchmarks.md).
 
 from __future__ import annotations
 
+import gc
+import os
+import struct
 import typing
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ..journal.errors import JournalDamaged
+from ..journal.errors import JournalDamaged, UnlostError
+from ..journal.format import COMPAT_IMAGE, PREAMBLE_BYTES, parse_preamble
+from ..journal.frames import FrameOpener, PayloadError
+from ..journal.reader import FrameView
+from ..journal.scan import BytesSource, FrameWalk, Window
 from . import events as ev
 from .fold import open_events
-from .parquet import DOUBLE, INT64, TEXT, Column, ParquetWriter, Values
+from .parquet import DOUBLE, INT64, TEXT, UINT64, Column, ParquetWriter, encode_plain
 
 if typing.TYPE_CHECKING:
     from ..journal.storage import Storage
 
-ROWS_AT_ONCE: Final = 50_000
-"""Rows of one event type that are held as Python objects before they become columns."""
+ROWS_AT_ONCE: Final = 4_000
+"""Events that are Python objects at one time. Few enough for the processor's cache: at 50,000 it takes thrice as long."""
+ROW_GROUP_ROWS: Final = 100_000
 PART_EVENTS: Final = 500_000
 """Events in a part of the journal, the unit that a process takes."""
+
+
+class ColumnsError(UnlostError):
+    """A source that is no event journal, or whose events this release can't read as columns."""
 
 
 class Field(NamedTuple):
@@ -39,8 +50,6 @@ class Field(NamedTuple):
 
     column: Column
     path: tuple[int, ...]
-    default: Any
-    doc: str = ""
 
 
 class Child(NamedTuple):
@@ -73,6 +82,7 @@ _CHILD_COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "generated": ("worker", "tokens"),
     "weight_spans": ("first_token", "branch", "version"),
 }
+_COLUMN_NAMES: Final = {"group": "group_id"}  # a word of SQL
 _RECEIPT_RENAMED: Final = {"offset", "journal", "checksum", "first_offset"}
 
 
@@ -98,14 +108,14 @@ def _event_table(event: type[ev.Event]) -> EventTable:
     for index, field in enumerate(msgspec.structs.fields(event), start=1):
         kind = _scalar(field.type)
         if kind is not None:
-            fields.append(Field(Column(field.name, kind), (index,), _default(field)))
+            fields.append(Field(Column(_COLUMN_NAMES.get(field.name, field.name), kind), (index,)))
         elif field.type is ev.Receipt:
             fields += _receipt_fields(index)
             children.append(_child(name, index, "weight_spans", tuple[int, int, int]))
         elif typing.get_origin(field.type) is tuple:
             children.append(_child(name, index, field.name, typing.get_args(field.type)[0]))
         else:
-            fields.append(Field(Column(field.name, TEXT), (index,), _default(field)))
+            fields.append(Field(Column(field.name, TEXT), (index,)))
     tag = event.__struct_config__.tag
     assert isinstance(tag, int)
     return EventTable(name, event, tag, tuple(fields), tuple(children))
@@ -116,16 +126,22 @@ def _receipt_fields(index: int) -> Iterator[Field]:
         kind = _scalar(field.type)
         if kind is not None:
             name = f"payload_{field.name}" if field.name in _RECEIPT_RENAMED else field.name
-            yield Field(Column(name, kind), (index, inner), _default(field))
+            yield Field(Column(name, kind), (index, inner))
 
 
 def _child(table: str, index: int, name: str, element: Any) -> Child:
     if element is ev.PromptRef:
-        columns = tuple(Column(f.name, _scalar(f.type) or TEXT) for f in msgspec.structs.fields(element))
+        columns = tuple(_prompt_column(f) for f in msgspec.structs.fields(element))
         return Child(f"{table}_{name}", index, columns, nested=True)
     if element is int:
         return Child(f"{table}_{name}", index, (Column("value", INT64),), nested=False)
     return Child(f"{table}_{name}", index, tuple(Column(c, INT64) for c in _CHILD_COLUMNS[name]), nested=True)
+
+
+def _prompt_column(field: msgspec.structs.FieldInfo) -> Column:
+    if field.name == "content_hash":  # uses all 64 bits
+        return Column(field.name, UINT64)
+    return Column(field.name, _scalar(field.type) or TEXT)
 
 
 EVENT_TABLES: Final = tuple(_event_table(event) for event in ev.EVENT_TYPES)
@@ -135,6 +151,19 @@ _RECEIPT_INDEX: Final = 1 + ev.AttemptSealed.__struct_fields__.index("receipt")
 _IMAGE: Final = _event_table(ev.StateImage)
 
 
+FRAMES: Final = "frames"
+_FRAME_COLUMNS: Final = (
+    Column("first_offset", INT64),
+    Column("events", INT64),
+    Column("incarnation", INT64),
+    Column("wall_ns", INT64),
+    Column("first_t", INT64),
+    Column("last_t", INT64),
+    Column("raw_bytes", INT64),
+    Column("segment", TEXT),
+)
+
+
 def table_columns() -> dict[str, tuple[Column, ...]]:
     """Every table that a journal is turned into, child tables included."""
     found: dict[str, tuple[Column, ...]] = {}
@@ -142,48 +171,45 @@ def table_columns() -> dict[str, tuple[Column, ...]]:
         found[table.name] = table.columns
         for child in table.children:
             found[child.table] = (OFFSET, POSITION, *child.columns)
+    found[FRAMES] = _FRAME_COLUMNS
     return found
 
 
 class TableFiles:
     """Columns on their way into Parquet files ``<folder>/<table>.<part>.parquet``; a file appears with its first row."""
 
-    def __init__(self, folder: Path, part: str) -> None:
+    def __init__(self, folder: Path, part: str, tables: Mapping[str, Sequence[Column]]) -> None:
         self._folder = folder
         self._part = part
-        self._columns = table_columns()
+        self._columns = tables
         self._writers: dict[str, ParquetWriter] = {}
-        self._waiting: dict[str, list[Any]] = {}
+        self._waiting: dict[str, tuple[int, list[bytearray]]] = {}
 
-    def add(self, table: str, columns: Sequence[Values]) -> None:
-        """Take rows, column-wise; written once there are enough of them."""
-        held = self._waiting.get(table)
-        if held is None:
-            held = self._waiting[table] = [_empty(column.type) for column in self._columns[table]]
-        for store, values in zip(held, columns, strict=True):
-            store.extend(values)
-        if len(held[0]) >= 2 * ROWS_AT_ONCE:
-            self._write(table, held)
+    def add(self, table: str, columns: Sequence[Sequence[Any]]) -> None:
+        """Take rows, column-wise, in the order of the table's columns; written once there are enough of them.
 
-    def _write(self, table: str, held: list[Any]) -> None:
+        Raises struct.error or AttributeError if a value is not of its column's type.
+        """
+        count, held = self._waiting.get(table) or (0, [bytearray() for _ in columns])
+        for column, store, values in zip(self._columns[table], held, columns, strict=True):
+            store.extend(encode_plain(column.type, values))
+        self._waiting[table] = (count + len(columns[0]), held)
+        if count >= ROW_GROUP_ROWS:
+            self._write(table)
+
+    def _write(self, table: str) -> None:
         writer = self._writers.get(table)
         if writer is None:
             file = (self._folder / f"{table}.{self._part}.parquet").open("xb")
             writer = self._writers[table] = ParquetWriter(file, self._columns[table])
-        writer.write(held)
-        self._waiting[table] = [_empty(column.type) for column in self._columns[table]]
+        writer.write(*self._waiting.pop(table))
 
     def close(self) -> None:
         """Write what waits, and the footers."""
-        for table, held in list(self._waiting.items()):
-            if len(held[0]):
-                self._write(table, held)
+        for table in list(self._waiting):
+            self._write(table)
         for writer in self._writers.values():
             writer.close()
-
-
-def _empty(kind: str) -> Any:
-    return [] if kind == TEXT else array("q" if kind == INT64 else "d")
 
 
 class EventColumns:
@@ -206,10 +232,11 @@ class EventColumns:
         if self._held >= ROWS_AT_ONCE:
             self.flush()
 
-    def add_image(self, offset: int, payload: bytes) -> None:
-        """A frame that holds one StateImage: its size is wanted, not its content."""
+    def add_image(self, offset: int, payload: bytes) -> int:
+        """A frame that holds one StateImage: its size is wanted, not its content. Returns its time."""
         image = msgspec.msgpack.decode(payload, type=list[ev.StateImage])[0]
         self._files.add(_IMAGE.name, [[offset], [image.t], [str(len(image.state))]])
+        return image.t
 
     def flush(self) -> None:
         """Turn what was added into columns."""
@@ -253,7 +280,7 @@ class EventColumns:
 
 
 def _transpose(rows: Sequence[list[Any]], defaults: Sequence[Any]) -> list[Sequence[Any]]:
-    """Rows to columns. A row from before a field existed gets the field's default; unknown later fields are left out."""
+    """Rows to columns. A row from before a field existed gets its default; fields unknown here are left out."""
     width = len(defaults)
     if min(map(len, rows)) < width:
         for row in rows:
@@ -278,9 +305,9 @@ def _as_text(values: Sequence[Any]) -> Sequence[str]:
 
 
 class Part(NamedTuple):
-    """Events ``start`` ≤ offset < ``stop`` of a run, for one process."""
+    """Events ``start`` ≤ offset < ``stop``, for one process. ``path``: a run folder, or one segment file."""
 
-    run: str
+    path: str
     start: int
     stop: int
     folder: str
@@ -288,33 +315,97 @@ class Part(NamedTuple):
 
 
 class PartResult(NamedTuple):
-    """``end``: offset after the last event read. ``unknown``: events of tags that this release does not know."""
+    """``end``: offset after the last event read. ``unknown``: tag → events that this release does not know.
+
+    ``problem``: why reading ended early, in the error's words; empty if it did not.
+    """
 
     end: int
     unknown: dict[int, int]
-    damaged: str
+    problem: str
 
 
 def load_part(part: Part, storage: Storage | None = None) -> PartResult:
-    """Turn a part of a journal into Parquet files. Damage ends the part; its text is in the result, not raised."""
-    reader = open_events(part.run, storage)
-    files = TableFiles(Path(part.folder), part.name)
+    """Turn a part of a journal into Parquet files. Damage ends the part and is told in the result, not raised."""
+    files = TableFiles(Path(part.folder), part.name, table_columns())
     columns = EventColumns(files)
     decode: Callable[[bytes], list[list[Any]]] = msgspec.msgpack.Decoder(list[list[Any]]).decode
-    end, damaged = part.start, ""
+    end, problem = part.start, ""
+    was_collecting = gc.isenabled()
+    gc.disable()  # millions of small lists, none in a cycle: looking for cycles would take half of the time
     try:
-        for view in reader.frames(part.start, part.stop):
+        for view in _views(part, storage):
             if view.image:
-                columns.add_image(view.first_offset, view.payload)
+                t = columns.add_image(view.first_offset, view.payload)
+                _add_frame(files, view, t, t)
             else:
                 rows = decode(view.payload)
+                if view.first_offset >= part.start:  # a frame belongs to the part that it begins in
+                    _add_frame(files, view, rows[0][1], rows[-1][1])
                 skip = max(part.start - view.first_offset, 0)
                 if skip or view.first_offset + len(rows) > part.stop:
                     rows = rows[skip : part.stop - view.first_offset]
                 columns.add(view.first_offset + skip, rows)
             end = min(view.first_offset + view.count, part.stop)
+        columns.flush()
+        files.close()
     except JournalDamaged as error:
-        damaged = str(error)
-    columns.flush()
-    files.close()
-    return PartResult(end, columns.unknown, damaged)
+        problem = str(error)
+        columns.flush()
+        files.close()
+    except (msgspec.MsgspecError, struct.error, TypeError, AttributeError, IndexError) as error:
+        raise ColumnsError(
+            f"{part.path}: the events from offset {end} on are not of the types that this release knows ({error}); "
+            f"`unlost verify {part.path}` checks the bytes"
+        ) from error
+    finally:
+        if was_collecting:
+            gc.enable()
+    return PartResult(end, columns.unknown, problem)
+
+
+def _add_frame(files: TableFiles, view: FrameView, first_t: int, last_t: int) -> None:
+    row = (
+        view.first_offset,
+        view.count,
+        view.incarnation,
+        view.wall_ns,
+        first_t,
+        last_t,
+        len(view.payload),
+        view.segment,
+    )
+    files.add(FRAMES, [[value] for value in row])
+
+
+def _views(part: Part, storage: Storage | None) -> Iterator[FrameView]:
+    if os.path.isdir(part.path):
+        yield from open_events(part.path, storage).frames(part.start, part.stop)
+    else:
+        yield from segment_frames(part.path)
+
+
+def segment_frames(path: str) -> Iterator[FrameView]:
+    """The frames of one segment file by itself, wherever it lies; nothing says here how far it was durable.
+
+    Raises ColumnsError if it is not a segment, JournalDamaged where bytes are bad (a torn tail too: it can't be told).
+    """
+    with open(path, "rb") as file:
+        window = Window(BytesSource(file.read()))
+    preamble = parse_preamble(window.read(0, PREAMBLE_BYTES), path)
+    if isinstance(preamble, str):
+        raise ColumnsError(f"{path}: not an event segment: {preamble}")
+    walk, opener, name = FrameWalk(window, preamble, path), FrameOpener(), os.path.basename(path)
+    while (header := walk.step()) is not None and (stored := walk.payload(header)) is not None:
+        byte = walk.position.byte - header.total_bytes
+        try:
+            payload = opener.open(stored, header.raw_bytes)
+        except PayloadError as error:
+            raise JournalDamaged(os.path.dirname(path), name, byte, header.first_offset, str(error)) from error
+        yield FrameView(
+            header.first_offset, header.events, header.incarnation, header.wall_ns,
+            bool(header.compat & COMPAT_IMAGE), payload, name, byte,
+        )  # fmt: skip
+    if walk.bad is not None:
+        at = walk.bad.position
+        raise JournalDamaged(os.path.dirname(path), name, at.byte, at.offset, walk.bad.reason)

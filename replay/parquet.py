@@ -11,18 +11,19 @@ Format: https://parquet.apache.org/docs/file-format/ (page header and footer: pa
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Iterable, Sequence
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import zstandard
 
 INT64: Final = "BIGINT"
+UINT64: Final = "UBIGINT"
 DOUBLE: Final = "DOUBLE"
 TEXT: Final = "VARCHAR"
 """Column types, by their SQL names."""
 
-_PHYSICAL: Final = {INT64: 2, DOUBLE: 5, TEXT: 6}
+_PHYSICAL: Final = {INT64: 2, UINT64: 2, DOUBLE: 5, TEXT: 6}
+_CONVERTED: Final = {TEXT: 0, UINT64: 14}
 _ZSTD_CODEC: Final = 6
 _PLAIN: Final = 0
 _RLE: Final = 3
@@ -34,13 +35,10 @@ _I32, _I64, _BINARY, _LIST, _STRUCT = 5, 6, 8, 9, 12
 
 
 class Column(NamedTuple):
-    """Name and type (INT64, DOUBLE or TEXT) of a column."""
+    """Name and type (INT64, UINT64, DOUBLE or TEXT) of a column."""
 
     name: str
     type: str
-
-
-Values = Sequence[int] | Sequence[float] | Sequence[str]
 
 
 class _Chunk(NamedTuple):
@@ -62,16 +60,10 @@ class ParquetWriter:
         self._groups: list[tuple[int, list[_Chunk]]] = []
         self._at = file.write(_MAGIC)
 
-    def write(self, values: Sequence[Values]) -> None:
-        """Append rows, column-wise. Raises TypeError or OverflowError for a value that its column can't hold."""
-        count = len(values[0])
-        if any(len(column) != count for column in values) or len(values) != len(self.columns):
-            raise ValueError("the columns differ in length, or one is missing")
-        if not count:
-            return
-        encoded = [_plain(column.type, data) for column, data in zip(self.columns, values, strict=True)]
+    def write(self, count: int, plain: Sequence[bytes | bytearray]) -> None:
+        """Append a row group of ``count`` rows from columns that ``encode_plain`` made."""
         chunks = []
-        for column, raw in zip(self.columns, encoded, strict=True):
+        for column, raw in zip(self.columns, plain, strict=True):
             stored = self._compressor.compress(raw)
             header = _page_header(count, len(raw), len(stored))
             chunks.append(_Chunk(column, count, self._at, len(raw) + len(header), len(stored) + len(header)))
@@ -94,7 +86,7 @@ class ParquetWriter:
                 (1, _I32, _zigzag(_PHYSICAL[column.type])),
                 (3, _I32, _zigzag(0)),  # required
                 (4, _BINARY, _binary(column.name.encode())),
-                *([(6, _I32, _zigzag(0))] if column.type == TEXT else []),  # UTF8
+                *([(6, _I32, _zigzag(_CONVERTED[column.type]))] if column.type in _CONVERTED else []),
             )
             for column in self.columns
         ]
@@ -115,17 +107,23 @@ class ParquetWriter:
         )
 
 
-def _plain(kind: str, values: Values) -> bytes:
-    if kind == INT64:
-        return array("q", values).tobytes()  # type: ignore[arg-type]
+def encode_plain(kind: str, values: Sequence[Any]) -> bytes:
+    """A column's values in Parquet's PLAIN encoding; encodings of pieces can be joined.
+
+    Raises struct.error for a value that the type can't hold.
+    """
+    if kind == INT64:  # four times as fast as array.array
+        return struct.pack(f"<{len(values)}q", *values)
+    if kind == UINT64:
+        return struct.pack(f"<{len(values)}Q", *values)
     if kind == DOUBLE:
-        return array("d", values).tobytes()  # type: ignore[arg-type]
+        return struct.pack(f"<{len(values)}d", *values)
     # Few distinct values, many rows: encode each once.
     pieces: dict[str, bytes] = {}
     for text in set(values):
-        data = text.encode("utf-8", "replace")  # type: ignore[union-attr]
-        pieces[text] = _LENGTH.pack(len(data)) + data  # type: ignore[index]
-    return b"".join(map(pieces.__getitem__, values))  # type: ignore[arg-type]
+        data = text.encode("utf-8", "replace")
+        pieces[text] = _LENGTH.pack(len(data)) + data
+    return b"".join(map(pieces.__getitem__, values))
 
 
 def _page_header(count: int, raw_bytes: int, stored_bytes: int) -> bytes:

@@ -1,0 +1,448 @@
+"""A DuckDB database over runs and traces: what ``unlost sql`` and the report ask.
+
+Promises: sources are only read, also beside a running run. What could not be read is told in ``notes``, and the rest
+is answered. Unless asked otherwise, a query can neither write a file nor read one that is not a source. Memory stays
+within ``memory_limit`` plus the loading processes; what does not fit lies in a temporary folder, removed at ``close``.
+
+Journals of ``CACHE_FROM_EVENTS`` events or more are kept as a DuckDB file in the user's cache folder
+(``$UNLOST_CACHE``, else ``$XDG_CACHE_HOME/unlost``, else ``~/.cache/unlost``), named after what they were made of; the
+newest ``CACHE_FILES_MAX`` stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..journal.errors import JournalMissing, UnlostError
+from . import columns as cols
+from .columns import EVENT_TABLES, Part, PartResult, load_part, segment_frames, table_columns
+from .fold import EVENTS_FOLDER, open_events
+
+if TYPE_CHECKING:
+    import duckdb
+
+log = logging.getLogger(__name__)
+
+CACHE_FROM_EVENTS: Final = 500_000
+CACHE_FILES_MAX: Final = 4
+MEMORY_LIMIT: Final = "320MB"
+_TRACE_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_PROCESSES_MAX: Final = 8
+
+
+class SqlError(UnlostError):
+    """A query that DuckDB refuses, in its words."""
+
+
+class SourceError(UnlostError):
+    """A source that is none: absent, or neither a run, a segment nor a trace."""
+
+
+@dataclass(slots=True)
+class Source:
+    """Something to query. ``kind``: run, segment or trace. ``run`` is its name in the column ``run``."""
+
+    path: str
+    kind: str
+    run: str
+    start: int = 0
+    stop: int = 0
+    stamp: str = ""
+
+
+@dataclass(slots=True)
+class Rows:
+    """A query's result. ``types``: DuckDB's names of the column types."""
+
+    columns: list[str]
+    types: list[str]
+    rows: list[tuple[Any, ...]]
+
+    def dicts(self) -> list[dict[str, Any]]:
+        """Rows by column name."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+@dataclass(slots=True)
+class Database:
+    """Loaded sources. Use as a context manager, or ``close`` it."""
+
+    connection: duckdb.DuckDBPyConnection
+    sources: list[Source]
+    notes: list[str]
+    folder: Path | None
+    _closed: bool = field(default=False)
+
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> Rows:
+        """Run one or several statements; the last one's rows. Raises SqlError."""
+        import duckdb
+
+        try:
+            cursor = self.connection.execute(sql, list(parameters)) if parameters else self.connection.execute(sql)
+            if cursor.description is None:
+                return Rows([], [], [])
+            return Rows([d[0] for d in cursor.description], [str(d[1]) for d in cursor.description], cursor.fetchall())
+        except duckdb.Error as error:
+            raise SqlError(_one_error(str(error))) from error
+
+    def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
+        """The first column of the first row; None if there is none."""
+        rows = self.query(sql, parameters).rows
+        return rows[0][0] if rows else None
+
+    def close(self) -> None:
+        """Let go of the database and its temporary files."""
+        if self._closed:
+            return
+        self._closed = True
+        self.connection.close()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _one_error(text: str) -> str:
+    """DuckDB's message without its class prefix doubled and without the caret lines' padding."""
+    return re.sub(r"\n{2,}", "\n", text.strip())
+
+
+def open_database(
+    paths: Sequence[str | Path],
+    *,
+    allow_external: bool = False,
+    writable: Sequence[str | Path] = (),
+    cache: bool = True,
+    memory_limit: str = MEMORY_LIMIT,
+    processes: int | None = None,
+) -> Database:
+    """Load run folders (live ones too), event segments and traces, or globs of them, and build the views.
+
+    ``writable``: files that a query may write all the same (for ``COPY … TO``). ``allow_external``: no restrictions.
+    Raises SourceError, ColumnsError, and what a journal raises that can't be opened.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="unlost-sql-"))
+    try:
+        sources, notes = find_sources(paths)
+        kept = _cache_file(sources) if cache else None
+        if kept is not None and kept.exists():
+            connection = _connect(kept, folder, memory_limit, read_only=True)
+            with contextlib.suppress(OSError):
+                os.utime(kept)
+            notes = [row[0] for row in connection.execute("SELECT note FROM notes ORDER BY position").fetchall()]
+        else:
+            made = folder / "database"
+            connection = _connect(made, folder, memory_limit)
+            notes += _load(connection, sources, folder, processes)
+            connection.execute("CREATE TABLE notes (position BIGINT, note VARCHAR)")
+            for position, note in enumerate(notes):
+                connection.execute("INSERT INTO notes VALUES (?, ?)", [position, note])
+            if kept is not None:
+                connection.close()
+                connection = _connect(_keep(made, kept), folder, memory_limit, read_only=True)
+        if not allow_external:
+            _restrict(connection, writable)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Database(connection, sources, notes, folder)
+
+
+def _connect(
+    path: Path, folder: Path, memory_limit: str, *, read_only: bool = False
+) -> duckdb.DuckDBPyConnection:
+    import duckdb
+
+    connection = duckdb.connect(str(path), read_only=read_only)
+    connection.execute(f"SET memory_limit = '{memory_limit}'")
+    connection.execute(f"SET temp_directory = {_quoted(str(folder / 'spill'))}")
+    for setting in ("autoinstall_known_extensions", "autoload_known_extensions", "enable_progress_bar"):
+        connection.execute(f"SET {setting} = false")
+    return connection
+
+
+def _restrict(connection: duckdb.DuckDBPyConnection, writable: Sequence[str | Path]) -> None:
+    """From here on SQL reaches no file but ``writable``, and can't change that."""
+    if writable:
+        listed = ", ".join(_quoted(os.path.abspath(path)) for path in writable)
+        connection.execute(f"SET allowed_paths = [{listed}]")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+# --- sources --------------------------------------------------------------------------------------------------------
+
+
+def find_sources(paths: Sequence[str | Path]) -> tuple[list[Source], list[str]]:
+    """What the paths and globs name, each once, with names for the column ``run``. Raises SourceError."""
+    found: dict[str, Source] = {}
+    notes: list[str] = []
+    for given in paths:
+        for path in _expand(str(given)):
+            source = _source(path, notes)
+            found.setdefault(os.path.realpath(source.path), source)
+    names: dict[str, int] = {}
+    for source in found.values():
+        names[source.run] = names.get(source.run, 0) + 1
+        if names[source.run] > 1:
+            source.run = f"{source.run}-{names[source.run]}"
+    return list(found.values()), notes
+
+
+def _expand(path: str) -> list[str]:
+    if os.path.exists(path):
+        return [path]
+    matches = sorted(glob.glob(path, recursive=True))
+    if not matches:
+        raise SourceError(f"{path}: there is no such run folder, segment or trace, and no file matches it as a pattern")
+    return matches
+
+
+def _source(path: str, notes: list[str]) -> Source:
+    name = os.path.basename(os.path.abspath(path))
+    if os.path.isdir(path):
+        if not os.path.isdir(os.path.join(path, EVENTS_FOLDER)) and name == EVENTS_FOLDER:
+            path = os.path.dirname(os.path.abspath(path))
+            name = os.path.basename(path)
+        return _run_source(path, name, notes)
+    for suffix in _TRACE_SUFFIXES:
+        if name.endswith(suffix):
+            return Source(path, "trace", name.removesuffix(suffix), stamp=_stamp(path))
+    if name.endswith(".zst"):
+        frames = segment_frames(path)
+        first = next(frames, None)
+        if first is None:
+            notes.append(f"{path}: the segment holds no frame")
+        return Source(path, "segment", name.removesuffix(".zst"), stamp=_stamp(path))
+    raise SourceError(
+        f"{path}: neither a run folder, an event segment (.zst) nor a trace (.jsonl, .jsonl.gz, .jsonl.zst)"
+    )
+
+
+def _stamp(path: str) -> str:
+    stat = os.stat(path)
+    return f"{stat.st_size}/{stat.st_mtime_ns}"
+
+
+def _run_source(path: str, name: str, notes: list[str]) -> Source:
+    try:
+        reader = open_events(path)
+    except JournalMissing as error:
+        raise SourceError(f"{error}. Give a run's folder, an event segment or a rollout trace") from error
+    segments = reader.segments()
+    # Beyond what the headers promise, damage ends a part early; the length of the journal is only an upper bound here.
+    stop = _end_of(reader, notes)
+    if reader.first_offset:
+        notes.append(
+            f"{path}: the journal begins at offset {reader.first_offset}; what was before was pruned, so sums over "
+            f"the whole run lack it"
+        )
+    notes += [f"{path}: {note}" for note in reader.notes]
+    if stop <= reader.first_offset:
+        notes.append(f"{path}: the journal holds no events")
+    stamp = f"{reader.journal_id}/{stop}/" + ",".join(f"{s.name}:{s.size}" for s in segments)
+    return Source(path, "run", name, reader.first_offset, stop, stamp)
+
+
+def _end_of(reader: Any, notes: list[str]) -> int:
+    from ..journal.errors import JournalDamaged
+
+    try:
+        end: int = reader.end_offset
+    except JournalDamaged as error:
+        return error.offset
+    if reader.tail is not None:
+        tail = reader.tail
+        notes.append(
+            f"{reader.directory}/{tail.segment}: the last {tail.length_bytes} bytes were never durable and are left "
+            f"out ({tail.reason})"
+        )
+    return end
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def _load(
+    connection: duckdb.DuckDBPyConnection, sources: Sequence[Source], folder: Path, processes: int | None
+) -> list[str]:
+    parts_folder = folder / "parts"
+    parts_folder.mkdir()
+    notes: list[str] = []
+    parts: list[tuple[Source, Part]] = []
+    for number, source in enumerate(sources):
+        if source.kind == "trace":
+            from .trace_events import load_trace
+
+            notes += load_trace(source.path, parts_folder, f"{number}-0")
+        elif source.kind == "segment":
+            parts.append((source, Part(source.path, 0, 1 << 62, str(parts_folder), f"{number}-0")))
+        else:
+            starts = range(source.start, source.stop, cols.PART_EVENTS)
+            parts += [
+                (source, Part(source.path, start, min(start + cols.PART_EVENTS, source.stop), str(parts_folder), f"{number}-{i:06d}"))
+                for i, start in enumerate(starts)
+            ]
+    for (source, part), result in _run_parts(parts, processes):
+        notes += _part_notes(source, part, result)
+    _create_raw(connection, sources, parts_folder)
+    shutil.rmtree(parts_folder)
+    _create_views(connection, sources)
+    return notes
+
+
+def _part_notes(source: Source, part: Part, result: PartResult) -> Iterator[str]:
+    if result.problem:
+        yield f"{source.path}: events {result.end} to {part.stop - 1} are left out: {result.problem}"
+    for tag, count in sorted(result.unknown.items()):
+        yield f"{source.path}: {count} event(s) of tag {tag}, which this release does not know, are left out"
+
+
+def _run_parts(
+    parts: Sequence[tuple[Source, Part]], processes: int | None
+) -> Iterator[tuple[tuple[Source, Part], PartResult]]:
+    count = processes if processes is not None else min(os.cpu_count() or 1, _PROCESSES_MAX)
+    if count <= 1 or len(parts) <= 1:
+        for item in parts:
+            yield item, load_part(item[1])
+        return
+    import multiprocessing
+
+    # Not fork: the caller may have threads (DuckDB has), and a forked child would wait for locks that no one lets go.
+    with ProcessPoolExecutor(min(count, len(parts)), multiprocessing.get_context("spawn")) as pool:
+        yield from zip(parts, pool.map(load_part, [part for _, part in parts]), strict=True)
+
+
+def _create_raw(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source], folder: Path) -> None:
+    """The raw tables from the Parquet files; a table without a file is there, and empty."""
+    connection.execute("CREATE SCHEMA raw")
+    files: dict[str, dict[int, list[str]]] = {}
+    for file in sorted(folder.iterdir()):
+        table, part, _ = file.name.split(".")
+        files.setdefault(table, {}).setdefault(int(part.split("-")[0]), []).append(str(file))
+    for table, columns in table_columns().items():
+        typed = ", ".join(f'"{column.name}" {column.type}' for column in columns)
+        connection.execute(f"CREATE TABLE raw.{table} (run VARCHAR, {typed})")
+        for number, paths in files.get(table, {}).items():
+            listed = ", ".join(map(_quoted, paths))
+            connection.execute(
+                f"INSERT INTO raw.{table} SELECT ?, * FROM read_parquet([{listed}])", [sources[number].run]
+            )
+
+
+def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
+    connection.execute("CREATE TABLE sources (run VARCHAR, path VARCHAR, kind VARCHAR)")
+    connection.execute("CREATE TABLE chunks (run VARCHAR, tokens BIGINT)")
+    for source in sources:
+        connection.execute("INSERT INTO sources VALUES (?, ?, ?)", [source.run, source.path, source.kind])
+        connection.execute("INSERT INTO chunks VALUES (?, ?)", [source.run, _chunk_tokens(connection, source)])
+    index = " UNION ALL ".join(
+        f"SELECT run, event_offset, t, '{table.event.__name__}' AS event FROM raw.{table.name}" for table in EVENT_TABLES
+    )
+    connection.execute(f"CREATE VIEW event_index AS {index}")
+    connection.execute(f"CREATE VIEW events AS {_events_sql()}")
+    for _, sql in view_sections():
+        connection.execute(sql)
+
+
+def _events_sql() -> str:
+    """Every event with its fields as JSON, made when asked for."""
+    selects = []
+    for table in EVENT_TABLES:
+        names = {column.name for column in table.columns}
+        keys = [name if name in names else f"NULL::BIGINT AS {name}" for name in ("group_id", "sibling", "attempt")]
+        body = ", ".join(f"{name} := {name}" for name in (f'"{c.name}"' for c in table.columns[2:])) or "t := t"
+        selects.append(
+            f"SELECT run, event_offset, t / 1e6 AS t_s, '{table.event.__name__}' AS event, {', '.join(keys)}, "
+            f"to_json(struct_pack({body})) AS fields FROM raw.{table.name}"
+        )
+    return " UNION ALL ".join(selects)
+
+
+def view_sections() -> list[tuple[str, str]]:
+    """``(name, SQL)`` of views.sql, in the order in which they must be created."""
+    text = resources.files(__package__).joinpath("views.sql").read_text(encoding="utf-8")
+    found = re.split(r"^-- @(\w+).*\n", text, flags=re.MULTILINE)[1:]
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def _chunk_tokens(connection: duckdb.DuckDBPyConnection, source: Source) -> int | None:
+    """At most so many tokens of an attempt were not durable: one chunk being gathered and one being written."""
+    import msgspec
+
+    key = "journal.progress_interval_tokens"
+    row = connection.execute("SELECT settings FROM raw.run_started WHERE run = ? LIMIT 1", [source.run]).fetchone()
+    if row is not None:
+        chunk = msgspec.json.decode(row[0]).get(key)
+        if isinstance(chunk, int):
+            return 2 * chunk
+    config = Path(source.path) / "config.yaml"
+    if source.kind == "run" and config.is_file():
+        import yaml
+
+        with contextlib.suppress(OSError, yaml.YAMLError, AttributeError):
+            chunk = (yaml.safe_load(config.read_text(encoding="utf-8")).get("journal") or {}).get(key.split(".")[1])
+            if isinstance(chunk, int):
+                return 2 * chunk
+    return None
+
+
+# --- cache ----------------------------------------------------------------------------------------------------------
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("UNLOST_CACHE")
+    if base:
+        return Path(base)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unlost"
+
+
+def _cache_file(sources: Sequence[Source]) -> Path | None:
+    """Where a database of these very sources, made by this very code, lies or would lie; None if they are small."""
+    import duckdb
+
+    if sum(source.stop - source.start for source in sources) < CACHE_FROM_EVENTS:
+        return None
+    digest = hashlib.sha256(duckdb.__version__.encode())
+    for module in ("views.sql", "columns.py", "database.py", "events.py"):
+        digest.update(resources.files(__package__).joinpath(module).read_bytes())
+    for source in sources:
+        digest.update(f"\0{source.run}\0{os.path.realpath(source.path)}\0{source.stamp}".encode())
+    return _cache_folder() / f"{digest.hexdigest()[:32]}.duckdb"
+
+
+def _keep(made: Path, kept: Path) -> Path:
+    """Move a database into the cache; where that fails it is used where it is."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}")
+        shutil.move(made, partial)
+        os.replace(partial, kept)
+        old = sorted(kept.parent.glob("*.duckdb"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in old[CACHE_FILES_MAX:]:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s: not cached: %s", kept, error)
+        return made if made.exists() else partial
+    return kept

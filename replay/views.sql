@@ -1,0 +1,561 @@
+-- Tables and views over the raw event tables (raw.<event>, one row per event). Documented in docs/sql.md, whose columns
+-- come from tables.py. Sections are separated by lines "-- @name: title"; tables are built once at loading, in this order.
+-- Times ending in _s are seconds on the run's clock (raw.*.t: microseconds).
+
+-- @incarnations
+CREATE TABLE incarnations AS
+WITH started AS (
+    SELECT run, incarnation, run_id, event_offset AS first_offset, t, wall_us, host, pid,
+           lead(event_offset) OVER w AS next_offset, lead(t) OVER w AS next_t
+    FROM raw.run_started WINDOW w AS (PARTITION BY run ORDER BY event_offset)
+), reach AS (
+    SELECT run, max(event_offset) AS last_offset FROM event_index GROUP BY run
+), bounded AS (
+    SELECT s.*, coalesce(s.next_offset - 1, r.last_offset) AS last_offset FROM started s JOIN reach r USING (run)
+), last_events AS (
+    SELECT run, event_offset, t FROM event_index
+    WHERE event_offset IN (SELECT last_offset FROM bounded)
+), restarts AS (
+    SELECT run, event_offset, last_t FROM raw.restore_started
+)
+SELECT b.run, b.incarnation, b.run_id, b.host, b.pid, b.first_offset, b.last_offset, b.next_offset,
+       b.t / 1e6 AS started_s, coalesce(l.t, b.t) / 1e6 AS last_event_s, b.next_t / 1e6 AS next_started_s,
+       b.wall_us / 1e6 AS started_wall_s,
+       e.reason AS ended,
+       CASE WHEN e.reason IS NOT NULL THEN 'ended' WHEN b.next_offset IS NOT NULL THEN 'killed' ELSE 'open' END AS status,
+       coalesce(l.t, b.t) / 1e6 AS died_min_s,
+       CASE WHEN e.reason IS NOT NULL THEN coalesce(l.t, b.t) ELSE b.next_t END / 1e6 AS died_max_s
+FROM bounded b
+LEFT JOIN last_events l ON l.run = b.run AND l.event_offset = b.last_offset
+LEFT JOIN raw.run_ended e ON e.run = b.run AND e.event_offset BETWEEN b.first_offset AND b.last_offset;
+
+-- @checkpoints
+CREATE TABLE checkpoints AS
+WITH ends AS (
+    SELECT run, checkpoint, event_offset, t, 'committed' AS outcome, NULL AS reason, seconds, name, bytes, rows,
+           rows_missing, clears_deferred, floor
+    FROM raw.checkpoint_committed
+    UNION ALL
+    SELECT run, checkpoint, event_offset, t, 'failed', reason, seconds, NULL, NULL, NULL, NULL, NULL, NULL
+    FROM raw.checkpoint_failed
+)
+SELECT s.run, s.checkpoint, s.kind, s.trainer_version, s.event_offset AS cut, s.t / 1e6 AS cut_s,
+       coalesce(e.outcome, 'unfinished') AS outcome, e.reason, e.event_offset AS ended_offset, e.t / 1e6 AS ended_s,
+       e.seconds, e.name, e.bytes, e.rows, e.rows_missing, e.clears_deferred, e.floor
+FROM raw.checkpoint_started s LEFT JOIN ends e ON e.run = s.run AND e.checkpoint = s.checkpoint
+    AND e.event_offset > s.event_offset
+UNION ALL
+SELECT run, NULL, kind, NULL, event_offset, t / 1e6, 'skipped', reason, event_offset, t / 1e6,
+       NULL, NULL, NULL, NULL, NULL, NULL, NULL
+FROM raw.checkpoint_skipped;
+
+-- @deaths: one row per incarnation that did not end in order, with the last cut published before it
+CREATE TABLE deaths AS
+SELECT i.run, i.incarnation, i.next_offset, i.died_min_s, i.died_max_s, max(c.cut_s) AS cut_s
+FROM incarnations i
+LEFT JOIN checkpoints c ON c.run = i.run AND c.outcome = 'committed' AND c.ended_offset < i.next_offset
+WHERE i.status = 'killed'
+GROUP BY ALL;
+
+-- @steps
+CREATE TABLE steps AS
+WITH claims AS (
+    SELECT c.run, c.event_offset, c.t, c.step,
+           (SELECT min(r.event_offset) FROM raw.trainer_rolled_back r
+            WHERE r.run = c.run AND r.event_offset > c.event_offset AND r.to_version <= c.step) AS back_offset
+    FROM raw.step_claimed c
+), applied AS (
+    SELECT a.*,
+           (SELECT min(r.event_offset) FROM raw.trainer_rolled_back r
+            WHERE r.run = a.run AND r.event_offset > a.event_offset AND r.to_version <= a.step) AS back_offset,
+           (SELECT max(r.branch) FROM raw.trainer_rolled_back r
+            WHERE r.run = a.run AND r.event_offset < a.event_offset) AS branch
+    FROM raw.step_applied a
+)
+SELECT a.run, a.step, coalesce(a.branch, 0) AS branch, a.trainer_version, a.event_offset AS applied_offset,
+       min(c.t) / 1e6 AS claimed_s, a.t / 1e6 AS applied_s, a.seconds AS train_seconds, a.loss, a.reward_mean,
+       a.tokens, a.metrics, a.back_offset AS rolled_back_offset, a.back_offset IS NOT NULL AS rolled_back,
+       list(c.event_offset ORDER BY c.event_offset) FILTER (c.event_offset IS NOT NULL) AS claim_offsets
+FROM applied a
+LEFT JOIN claims c ON c.run = a.run AND c.step = a.step AND c.event_offset < a.event_offset
+    AND (c.back_offset IS NULL OR c.back_offset > a.event_offset)
+GROUP BY ALL;
+
+-- @step_groups: which groups each step trained on; applied_offset is NULL for a claim that no step came of
+CREATE TABLE step_groups AS
+WITH claims AS (
+    SELECT c.run, c.event_offset, c.t, c.step,
+           (SELECT min(r.event_offset) FROM raw.trainer_rolled_back r
+            WHERE r.run = c.run AND r.event_offset > c.event_offset AND r.to_version <= c.step) AS back_offset,
+           (SELECT min(a.event_offset) FROM raw.step_applied a
+            WHERE a.run = c.run AND a.event_offset > c.event_offset AND a.step = c.step) AS applied_offset
+    FROM raw.step_claimed c
+)
+SELECT g.run, c.step, g.value AS group_id, c.event_offset AS claim_offset, c.t / 1e6 AS claimed_s,
+       CASE WHEN c.back_offset < c.applied_offset THEN NULL ELSE c.applied_offset END AS applied_offset,
+       c.back_offset AS rolled_back_offset
+FROM raw.step_claimed_groups g JOIN claims c ON c.run = g.run AND c.event_offset = g.event_offset;
+
+-- @groups
+CREATE TABLE groups AS
+WITH RECURSIVE gone AS (
+    SELECT run, group_id, event_offset, t, 'discarded' AS how, reason, requeued_as FROM raw.group_discarded
+    UNION ALL
+    SELECT run, group_id, event_offset, t, 'evicted', reason, requeued_as FROM raw.group_evicted
+    UNION ALL
+    SELECT run, group_id, event_offset, t, 'discarded', reason, -1 FROM raw.prompt_replaced
+    UNION ALL
+    SELECT run, group_id, event_offset, t, 'discarded', reason, -1 FROM raw.step_shortened
+), first_hand AS (
+    SELECT b.run, b.first_group + p.position AS group_id, b.event_offset AS reserved_offset, b.t, b.admission_id,
+           b.generations, b.kind, p.sample_id, p.epoch, p.index AS prompt_index, p.task, -1 AS requeued_from
+    FROM raw.batch_reserved b
+    JOIN raw.batch_reserved_prompts p ON p.run = b.run AND p.event_offset = b.event_offset
+), served AS (
+    SELECT * FROM first_hand
+    UNION ALL
+    SELECT s.run, g.requeued_as, g.event_offset, g.t, s.admission_id, s.generations, 'requeued', s.sample_id, s.epoch,
+           s.prompt_index, s.task, s.group_id
+    FROM served s JOIN gone g ON g.run = s.run AND g.group_id = s.group_id AND g.requeued_as >= 0
+), admitted AS (
+    SELECT s.run, s.group_id, a.t, a.event_offset, a.target_step, a.dispatch_index
+    FROM served s JOIN raw.batch_admitted a ON a.run = s.run AND a.admission_id = s.admission_id
+    WHERE s.kind NOT IN ('spare', 'requeued')
+    UNION ALL
+    SELECT b.run, p.value, a.t, a.event_offset, a.target_step, a.dispatch_index
+    FROM raw.batch_reserved_pool_groups p
+    JOIN raw.batch_reserved b ON b.run = p.run AND b.event_offset = p.event_offset
+    JOIN raw.batch_admitted a ON a.run = b.run AND a.admission_id = b.admission_id
+    UNION ALL
+    SELECT run, spare, t, event_offset, spare_target, NULL FROM raw.prompt_replaced
+), admission AS (
+    SELECT run, group_id, arg_min(t, event_offset) AS t, arg_max(target_step, event_offset) AS target_step,
+           arg_min(dispatch_index, event_offset) AS dispatch_index
+    FROM admitted GROUP BY ALL
+), pooled AS (
+    SELECT DISTINCT run, value AS group_id FROM raw.batch_reserved_pool_groups
+), lent AS (
+    SELECT run, borrowed AS group_id, arg_max(target_step, event_offset) AS target_step
+    FROM raw.prompt_replaced WHERE borrowed >= 0 GROUP BY ALL
+), training AS (
+    SELECT run, group_id,
+           count(applied_offset) AS times_applied,
+           count(*) FILTER (applied_offset IS NOT NULL AND rolled_back_offset IS NULL) AS times_trained,
+           max(step) FILTER (applied_offset IS NOT NULL AND rolled_back_offset IS NULL) AS trained_step,
+           max(applied_offset) FILTER (rolled_back_offset IS NULL) AS applied_offset,
+           bool_or(applied_offset IS NULL AND rolled_back_offset IS NULL) AS claimed,
+           max(claimed_s) AS claimed_s
+    FROM step_groups GROUP BY ALL
+), undone AS (
+    SELECT run, group_id, max(event_offset) AS event_offset FROM raw.attempt_abandoned
+    WHERE reason IN ('payload_lost', 'prompt_group') GROUP BY ALL
+), seals AS (
+    SELECT s.run, s.group_id, count(*) AS sealed, sum(nullif(s.tokens, -1)) AS tokens, avg(s.reward) AS reward_mean,
+           max(s.t) AS last_seal_t, min(s.version_min) AS version_min, max(s.version_max) AS version_max
+    FROM raw.attempt_sealed s
+    ANTI JOIN (SELECT * FROM raw.attempt_abandoned WHERE reason IN ('payload_lost', 'prompt_group')) l
+        ON l.run = s.run AND l.group_id = s.group_id AND l.sibling = s.sibling AND l.attempt = s.attempt
+    GROUP BY ALL
+), dispatches AS (
+    SELECT run, group_id, min(t) AS first_t, count(*) AS dispatched FROM raw.attempt_dispatched GROUP BY ALL
+), committed AS (
+    SELECT run, group_id, max(event_offset) AS event_offset, arg_max(t, event_offset) AS t
+    FROM raw.group_committed GROUP BY ALL
+)
+SELECT s.run, s.group_id, s.sample_id, s.epoch, s.prompt_index, s.task, s.kind, s.admission_id, s.generations,
+       CASE
+           WHEN t.times_trained > 0 THEN 'trained'
+           WHEN g.how IS NOT NULL THEN g.how
+           WHEN t.claimed THEN 'claimed'
+           WHEN c.event_offset > coalesce(u.event_offset, -1) THEN 'committed'
+           WHEN coalesce(seals.sealed, 0) = s.generations THEN 'complete'
+           WHEN a.t IS NOT NULL THEN 'unfinished'
+           WHEN s.kind IN ('spare', 'requeued') AND p.group_id IS NULL THEN 'pool'
+           ELSE 'reserved'
+       END AS status,
+       g.reason, g.event_offset AS gone_offset, g.t / 1e6 AS gone_s,
+       nullif(g.requeued_as, -1) AS requeued_as, nullif(s.requeued_from, -1) AS requeued_from,
+       s.reserved_offset, s.t / 1e6 AS reserved_s, a.t / 1e6 AS admitted_s, d.first_t / 1e6 AS dispatched_s,
+       CASE WHEN coalesce(seals.sealed, 0) = s.generations THEN seals.last_seal_t / 1e6 END AS complete_s,
+       c.t / 1e6 AS committed_s, t.claimed_s, st.applied_s,
+       nullif(coalesce(lent.target_step, a.target_step), -1) AS target_step, a.dispatch_index,
+       t.trained_step, coalesce(t.times_trained, 0) AS times_trained, coalesce(t.times_applied, 0) AS times_applied,
+       coalesce(d.dispatched, 0) AS attempts, coalesce(seals.sealed, 0) AS sealed, seals.tokens, seals.reward_mean,
+       seals.version_min, seals.version_max
+FROM served s
+LEFT JOIN gone g USING (run, group_id)
+LEFT JOIN admission a USING (run, group_id)
+LEFT JOIN pooled p USING (run, group_id)
+LEFT JOIN lent USING (run, group_id)
+LEFT JOIN training t USING (run, group_id)
+LEFT JOIN steps st ON st.run = s.run AND st.applied_offset = t.applied_offset
+LEFT JOIN undone u USING (run, group_id)
+LEFT JOIN seals USING (run, group_id)
+LEFT JOIN dispatches d USING (run, group_id)
+LEFT JOIN committed c USING (run, group_id);
+
+-- @attempts
+CREATE TABLE attempts AS
+WITH next_try AS (
+    SELECT run, group_id, sibling, attempt - 1 AS attempt, prefix FROM raw.attempt_dispatched WHERE attempt > 0
+), joined AS (
+    SELECT d.run, d.group_id, d.sibling, d.attempt, d.worker, d.branch, d.version, d.prefix,
+           d.t AS dispatched_t, d.event_offset AS dispatched_offset,
+           s.event_offset AS sealed_offset, s.t AS sealed_t, s.tokens AS sealed_tokens, s.reward, s.truncated,
+           s.prompt_tokens, s.version_min, s.version_max, s.adopted,
+           f.event_offset AS failed_offset, f.t AS failed_t, f.tokens AS failed_tokens, f.kind AS failed_kind, f.cause,
+           a.event_offset AS abandoned_offset, a.t AS abandoned_t, a.tokens AS abandoned_tokens, a.durable, a.reason,
+           n.prefix AS next_prefix
+    FROM raw.attempt_dispatched d
+    LEFT JOIN raw.attempt_sealed s USING (run, group_id, sibling, attempt)
+    LEFT JOIN raw.attempt_failed f USING (run, group_id, sibling, attempt)
+    LEFT JOIN raw.attempt_abandoned a USING (run, group_id, sibling, attempt)
+    LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
+), placed AS (
+    SELECT j.*, i.incarnation, i.next_offset, i.status AS life, i.died_min_s, i.died_max_s, i.last_event_s,
+           coalesce(j.sealed_offset, j.failed_offset, j.abandoned_offset) AS ended_offset,
+           coalesce(j.sealed_t, j.failed_t, j.abandoned_t) AS ended_t
+    FROM joined j ASOF LEFT JOIN incarnations i ON i.run = j.run AND i.first_offset <= j.dispatched_offset
+), judged AS (
+    SELECT *,
+           -- ended in a later incarnation: the process that ran it had died before
+           coalesce(ended_offset >= next_offset, next_offset IS NOT NULL) AS outlived,
+           -- tokens at its end as far as known, reused prefix included; what goes on in the next attempt was there
+           -- (a trace does not say: -1)
+           CASE WHEN coalesce(sealed_tokens, failed_tokens, abandoned_tokens) = -1 THEN NULL
+                ELSE greatest(coalesce(sealed_tokens, failed_tokens, abandoned_tokens, 0), prefix, next_prefix) END AS held
+    FROM placed
+), held_and_kept AS (
+    SELECT *,
+           CASE WHEN held IS NULL THEN NULL
+                WHEN sealed_offset IS NOT NULL AND abandoned_offset IS NULL THEN held
+                WHEN next_prefix IS NOT NULL THEN next_prefix
+                WHEN coalesce(sealed_offset, failed_offset, abandoned_offset) IS NULL THEN held
+                WHEN sealed_offset IS NULL AND abandoned_offset IS NOT NULL THEN least(durable, held)
+                ELSE 0 END AS kept
+    FROM judged
+)
+SELECT j.run, j.group_id, j.sibling, j.attempt, j.incarnation, j.worker, j.branch, j.version, j.prefix,
+       j.dispatched_offset, j.dispatched_t / 1e6 AS dispatched_s, j.ended_offset,
+       CASE WHEN outlived THEN greatest(died_min_s, dispatched_t / 1e6)
+            WHEN ended_t IS NOT NULL THEN ended_t / 1e6
+            ELSE last_event_s END AS ended_s,
+       CASE WHEN outlived THEN greatest(died_max_s, dispatched_t / 1e6)
+            WHEN ended_t IS NOT NULL THEN ended_t / 1e6 END AS ended_max_s,
+       CASE WHEN sealed_offset IS NOT NULL THEN 'sealed' WHEN failed_offset IS NOT NULL THEN 'failed'
+            WHEN abandoned_offset IS NOT NULL THEN 'abandoned' ELSE 'open' END AS outcome,
+       CASE WHEN sealed_offset IS NOT NULL THEN NULL
+            WHEN failed_offset IS NOT NULL THEN failed_kind ELSE j.reason END AS reason,
+       cause,
+       outlived AND life = 'killed' AS killed,
+       coalesce(adopted, 0) <> 0 AS adopted,
+       CASE WHEN sealed_offset IS NOT NULL THEN abandoned_offset END AS lost_offset,
+       CASE WHEN sealed_offset IS NOT NULL THEN j.reason END AS lost_reason,
+       held AS tokens,
+       held - prefix AS new_tokens,
+       kept AS kept_tokens,
+       held - kept AS thrown_tokens,
+       CASE WHEN sealed_offset IS NOT NULL AND abandoned_offset IS NULL
+                 THEN CASE WHEN g.status IN ('claimed', 'committed', 'complete') THEN 'buffered'
+                           WHEN g.status IN ('trained', 'discarded', 'evicted') THEN g.status ELSE 'partial' END
+            WHEN next_prefix IS NOT NULL THEN 'continued'
+            WHEN g.status IN ('discarded', 'evicted') THEN g.status
+            WHEN coalesce(sealed_offset, failed_offset, abandoned_offset) IS NULL THEN 'in_flight'
+            ELSE 'prefix' END AS fate,
+       next_prefix, reward, j.truncated <> 0 AS truncated, j.prompt_tokens, j.version_min, j.version_max
+FROM held_and_kept j LEFT JOIN groups g USING (run, group_id);
+
+-- @carried: seconds that a continued attempt took over from the ones before it, in proportion to the tokens kept
+CREATE TABLE carried AS
+WITH RECURSIVE chains AS (
+    SELECT run, group_id, sibling, attempt, 0.0::DOUBLE AS carried_s, ended_s - dispatched_s AS seconds,
+           coalesce(kept_tokens / nullif(tokens, 0), 0) AS kept_share
+    FROM attempts WHERE attempt = 0 AND next_prefix IS NOT NULL
+    UNION ALL
+    SELECT n.run, n.group_id, n.sibling, n.attempt, (c.carried_s + c.seconds) * c.kept_share, n.ended_s - n.dispatched_s,
+           coalesce(n.kept_tokens / nullif(n.tokens, 0), 0)
+    FROM chains c JOIN (SELECT * FROM attempts WHERE attempt > 0) n
+        ON n.run = c.run AND n.group_id = c.group_id AND n.sibling = c.sibling AND n.attempt = c.attempt + 1
+)
+SELECT run, group_id, sibling, attempt, carried_s FROM chains WHERE carried_s > 0;
+
+-- @restores
+CREATE TABLE restores AS
+WITH done AS (
+    SELECT r.run, r.event_offset AS started_offset, r.t, r.checkpoint, r.name, r.from_version, r.to_version,
+           (SELECT min(c.event_offset) FROM raw.restore_completed c
+            WHERE c.run = r.run AND c.event_offset > r.event_offset) AS next_completed,
+           lead(r.event_offset) OVER (PARTITION BY r.run ORDER BY r.event_offset) AS next_started
+    FROM raw.restore_started r
+), completed AS (
+    SELECT d.*, CASE WHEN d.next_completed < coalesce(d.next_started, 9e18) THEN d.next_completed END AS completed_offset
+    FROM done d
+)
+SELECT d.run, i.incarnation, d.started_offset, d.completed_offset, d.t / 1e6 AS started_s, c.t / 1e6 AS completed_s,
+       c.seconds, d.checkpoint, d.name, d.from_version, d.to_version,
+       before.status AS before, before.ended AS before_ended, before.died_min_s, before.died_max_s,
+       (SELECT min(a.t) FROM raw.attempt_dispatched a
+        WHERE a.run = d.run AND a.event_offset > d.completed_offset) / 1e6 AS first_dispatch_s,
+       (SELECT min(a.event_offset) FROM raw.step_claimed a
+        WHERE a.run = d.run AND a.event_offset > d.completed_offset) AS first_claim_offset,
+       i.first_offset, c.counters, c.timings
+FROM completed d
+ASOF LEFT JOIN incarnations i ON i.run = d.run AND i.first_offset <= d.started_offset
+LEFT JOIN incarnations before ON before.run = i.run AND before.next_offset = i.first_offset
+LEFT JOIN raw.restore_completed c ON c.run = d.run AND c.event_offset = d.completed_offset;
+
+-- @losses
+CREATE TABLE losses AS
+WITH gone AS (
+    SELECT g.run, g.group_id, g.reason, g.gone_offset, g.gone_s,
+           CASE WHEN r.run IS NOT NULL AND g.reason IN ('stale', 'stale_in_flight') THEN 'stale_at_restore'
+                WHEN g.status = 'evicted' AND g.reason = 'stale' THEN 'stale_evicted'
+                WHEN g.reason = 'stale_in_flight' THEN 'stale_aborted'
+                ELSE g.reason END AS class
+    FROM groups g
+    LEFT JOIN restores r ON r.run = g.run AND g.gone_offset > r.completed_offset AND g.reserved_offset < r.first_offset
+        AND g.gone_offset < coalesce(r.first_claim_offset, 9e18)
+    WHERE g.status IN ('discarded', 'evicted')
+), wasted AS (
+    SELECT a.*, coalesce(c.carried_s, 0) + a.ended_s - a.dispatched_s AS invested_s,
+           CASE WHEN a.tokens > 0 THEN a.thrown_tokens / a.tokens
+                WHEN a.outcome IN ('failed', 'abandoned') OR a.lost_offset IS NOT NULL THEN 1 ELSE 0 END AS thrown_share,
+           d.cut_s, gone.class AS gone_class, gone.gone_offset, gone.gone_s, chunk.tokens AS chunk
+    FROM attempts a
+    LEFT JOIN carried c USING (run, group_id, sibling, attempt)
+    LEFT JOIN deaths d ON a.killed AND d.run = a.run AND d.incarnation = a.incarnation
+    LEFT JOIN gone ON gone.run = a.run AND gone.group_id = a.group_id
+    LEFT JOIN chunks chunk ON chunk.run = a.run
+    WHERE a.thrown_tokens > 0 OR a.thrown_tokens IS NULL OR a.outcome IN ('failed', 'abandoned')
+       OR a.lost_offset IS NOT NULL OR gone.class IS NOT NULL
+), own AS (
+    SELECT *, invested_s * thrown_share AS thrown_s,
+           outcome = 'abandoned' AND reason IN ('restart', 'worker_lost') AS unheard
+    FROM wasted WHERE outcome IN ('failed', 'abandoned') OR lost_offset IS NOT NULL
+)
+SELECT run,
+       CASE WHEN lost_reason = 'payload_lost' THEN 'sealed_not_durable'
+            WHEN lost_reason = 'prompt_group' THEN 'granularity'
+            WHEN outcome = 'failed' THEN 'failed'
+            WHEN reason = 'restart' THEN 'in_flight'
+            WHEN reason = 'stale' THEN 'stale_aborted'
+            WHEN reason = 'group_discarded' THEN coalesce(gone_class, reason)
+            ELSE reason END AS class,
+       'generation' AS resource, group_id, sibling, attempt, incarnation, worker,
+       coalesce(lost_offset, ended_offset) AS event_offset, ended_s AS at_s,
+       thrown_s AS seconds,
+       -- what a kill hid: when it died, and how much of the time since the last durable token was the lost tail's
+       CASE WHEN NOT unheard THEN thrown_s
+            WHEN coalesce(kept_tokens, 0) = 0 THEN thrown_s + coalesce(ended_max_s - ended_s, 0)
+            WHEN chunk IS NULL THEN thrown_s + (ended_max_s - dispatched_s)
+            ELSE thrown_s + coalesce(ended_max_s - ended_s, 0)
+                 + (ended_s - dispatched_s) * chunk / (greatest(tokens - prefix, 0) + chunk) END AS seconds_max,
+       CASE WHEN NOT killed THEN 0 WHEN coalesce(cut_s, -1) <= dispatched_s THEN 0
+            ELSE thrown_s - least(thrown_s, greatest(ended_s - cut_s, 0)) END AS seconds_before_cut,
+       CASE WHEN NOT killed THEN 0 WHEN coalesce(cut_s, -1) <= dispatched_s THEN thrown_s
+            ELSE least(thrown_s, greatest(ended_s - cut_s, 0)) END AS seconds_after_cut,
+       thrown_tokens AS tokens,
+       CASE WHEN unheard THEN thrown_tokens + chunk ELSE thrown_tokens END AS tokens_max,
+       cause AS detail
+FROM own
+UNION ALL
+SELECT run, gone_class, 'generation', group_id, sibling, attempt, incarnation, worker, gone_offset, gone_s,
+       invested_s * (1 - thrown_share), invested_s * (1 - thrown_share), 0, 0, kept_tokens, kept_tokens, NULL
+FROM wasted WHERE fate IN ('discarded', 'evicted') AND (outcome = 'sealed' OR kept_tokens > 0 OR outcome = 'open')
+UNION ALL
+SELECT run, 'rolled_back_training', 'trainer', NULL, NULL, NULL, NULL, NULL, rolled_back_offset, applied_s,
+       train_seconds, train_seconds, 0, 0, 0, 0, 'step ' || step
+FROM steps WHERE rolled_back
+UNION ALL
+SELECT run, 'restart_idle', 'wall', NULL, NULL, NULL, incarnation, NULL, started_offset, started_s,
+       coalesce(first_dispatch_s, completed_s, started_s) - coalesce(died_max_s, started_s),
+       coalesce(first_dispatch_s, completed_s, started_s) - coalesce(died_min_s, started_s), 0, 0, 0, 0, name
+FROM restores
+UNION ALL
+SELECT run, 'weight_sync_pause', 'wall', NULL, NULL, NULL, NULL, NULL, event_offset, t / 1e6,
+       seconds, seconds, 0, 0, 0, 0, 'version ' || version
+FROM raw.weights_synced WHERE seconds > 0;
+
+-- @workers
+CREATE TABLE workers AS
+WITH counts AS (
+    SELECT run, worker, tokens FROM raw.step_applied_generated
+    UNION ALL SELECT run, worker, tokens FROM raw.run_ended_generated
+    UNION ALL SELECT run, worker, generated FROM raw.worker_stopped WHERE generated >= 0
+), counted AS (
+    SELECT run, worker, max(tokens) AS counted_tokens FROM counts GROUP BY ALL
+), stops AS (
+    SELECT run, worker, arg_max(reason, event_offset) AS stopped, max(t) AS t, arg_max(generated, event_offset) AS generated
+    FROM raw.worker_stopped GROUP BY ALL
+), ends AS (
+    SELECT run, worker FROM raw.run_ended_generated GROUP BY ALL
+), work AS (
+    SELECT run, worker, count(*) AS attempts, count(*) FILTER (outcome = 'sealed') AS sealed,
+           count(*) FILTER (outcome = 'failed') AS failed, count(*) FILTER (outcome = 'abandoned') AS abandoned,
+           count(*) FILTER (outcome = 'open') AS open, sum(new_tokens) AS new_tokens,
+           sum(ended_s - dispatched_s) AS busy_s, min(dispatched_s) AS first_s, max(ended_s) AS last_s,
+           count(*) FILTER (outcome = 'open' OR (outcome = 'abandoned' AND reason IN ('restart', 'worker_lost'))) AS unheard
+    FROM attempts GROUP BY ALL
+)
+SELECT coalesce(w.run, work.run) AS run, coalesce(w.worker, work.worker) AS worker, i.incarnation, w.journal, w.host,
+       w.t / 1e6 AS started_s, st.t / 1e6 AS stopped_s, st.stopped,
+       coalesce(st.generated >= 0, FALSE) OR ends.worker IS NOT NULL AS heard_last,
+       work.* EXCLUDE (run, worker), counted.counted_tokens, chunks.tokens AS chunk_tokens
+FROM raw.worker_started w
+FULL JOIN work ON work.run = w.run AND work.worker = w.worker
+LEFT JOIN stops st ON st.run = w.run AND st.worker = w.worker
+LEFT JOIN ends ON ends.run = w.run AND ends.worker = w.worker
+LEFT JOIN counted ON counted.run = w.run AND counted.worker = w.worker
+LEFT JOIN chunks ON chunks.run = coalesce(w.run, work.run)
+ASOF LEFT JOIN incarnations i ON i.run = w.run AND i.first_offset <= w.event_offset;
+
+-- @spans
+CREATE VIEW spans AS
+SELECT w.run, s.group_id, s.sibling, s.attempt, w.position AS span, w.first_token,
+       coalesce(lead(w.first_token) OVER (PARTITION BY w.run, w.event_offset ORDER BY w.position), s.tokens)
+           - w.first_token AS tokens,
+       w.branch, w.version, w.event_offset AS sealed_offset
+FROM raw.attempt_sealed_weight_spans w
+JOIN raw.attempt_sealed s ON s.run = w.run AND s.event_offset = w.event_offset;
+
+-- @batch_age
+CREATE VIEW batch_age AS
+WITH caps AS (  -- what a weight of an earlier branch counts as: a rollback capped it
+    SELECT s.run, s.applied_offset, b.branch, min(r.to_version) AS cap
+    FROM steps s
+    JOIN (SELECT DISTINCT run, branch FROM raw.trainer_rolled_back UNION SELECT DISTINCT run, 0 FROM raw.run_started) b
+        ON b.run = s.run AND b.branch < s.branch
+    JOIN raw.trainer_rolled_back r ON r.run = s.run AND r.branch > b.branch AND r.branch <= s.branch
+    GROUP BY ALL
+), used AS (
+    SELECT sg.run, sg.applied_offset, sg.step, p.tokens, p.branch, p.version
+    FROM step_groups sg
+    JOIN attempts a ON a.run = sg.run AND a.group_id = sg.group_id AND a.outcome = 'sealed' AND a.lost_offset IS NULL
+    JOIN spans p ON p.run = a.run AND p.sealed_offset = a.ended_offset
+    WHERE sg.applied_offset IS NOT NULL
+)
+SELECT u.run, u.step, s.branch, s.rolled_back, u.applied_offset,
+       sum(u.tokens) AS tokens,
+       sum(u.tokens * (u.step - least(u.version, coalesce(c.cap, u.version)))) / nullif(sum(u.tokens), 0) AS age_mean,
+       min(u.step - least(u.version, coalesce(c.cap, u.version))) AS age_min,
+       max(u.step - least(u.version, coalesce(c.cap, u.version))) AS age_max,
+       count(DISTINCT (u.branch, u.version)) AS weights
+FROM used u
+JOIN steps s ON s.run = u.run AND s.applied_offset = u.applied_offset
+LEFT JOIN caps c ON c.run = u.run AND c.applied_offset = u.applied_offset AND c.branch = u.branch
+GROUP BY ALL;
+
+-- @throughput
+CREATE VIEW throughput AS
+WITH width AS (
+    SELECT run, greatest(1, 10 ** floor(log10(greatest(max(last_event_s) - min(started_s), 1) / 100))) AS width_s
+    FROM incarnations GROUP BY run
+), bins AS (
+    SELECT a.run, floor(a.ended_s / w.width_s) * w.width_s AS bin_s, w.width_s,
+           sum(a.new_tokens) FILTER (a.outcome = 'sealed') AS sealed_tokens,
+           count(*) FILTER (a.outcome = 'sealed') AS sealed, count(*) FILTER (a.outcome = 'failed') AS failed,
+           count(*) FILTER (a.outcome = 'abandoned') AS abandoned
+    FROM attempts a JOIN width w USING (run) WHERE a.outcome <> 'open' GROUP BY ALL
+), trained AS (
+    SELECT s.run, floor(s.applied_s / w.width_s) * w.width_s AS bin_s, count(*) AS steps, sum(s.tokens) AS trained_tokens
+    FROM steps s JOIN width w USING (run) GROUP BY ALL
+)
+SELECT b.*, coalesce(t.steps, 0) AS steps, coalesce(t.trained_tokens, 0) AS trained_tokens,
+       b.sealed_tokens / b.width_s AS sealed_tokens_per_s
+FROM bins b LEFT JOIN trained t USING (run, bin_s);
+
+-- @runs
+CREATE TABLE runs AS
+WITH lives AS (
+    SELECT run, any_value(run_id) AS run_id, count(*) AS incarnations, count(*) FILTER (status = 'killed') AS kills,
+           arg_max(status, incarnation) AS status, arg_max(ended, incarnation) AS ended, min(started_s) AS started_s,
+           max(last_event_s) AS last_event_s, min(started_wall_s) AS started_wall_s, max(last_offset) + 1 AS events
+    FROM incarnations GROUP BY run
+), g AS (
+    SELECT run, count(*) AS groups, count(*) FILTER (status = 'trained') AS groups_trained,
+           count(DISTINCT (sample_id, epoch)) AS prompts FROM groups GROUP BY run
+), a AS (
+    SELECT run, count(*) AS attempts, sum(new_tokens) AS new_tokens,
+           sum(kept_tokens) FILTER (fate = 'trained') AS trained_tokens FROM attempts GROUP BY run
+), s AS (
+    SELECT run, count(*) FILTER (NOT rolled_back) AS steps, count(*) FILTER (rolled_back) AS steps_rolled_back
+    FROM steps GROUP BY run
+)
+SELECT sources.run, sources.path, sources.kind AS source, lives.* EXCLUDE (run), g.* EXCLUDE (run), a.* EXCLUDE (run),
+       s.* EXCLUDE (run)
+FROM sources LEFT JOIN lives USING (run) LEFT JOIN g USING (run) LEFT JOIN a USING (run) LEFT JOIN s USING (run);
+
+-- @reconcile
+CREATE VIEW reconcile AS
+WITH a AS (
+    SELECT run, count(*) AS dispatched, count(*) FILTER (outcome = 'sealed') AS sealed,
+           count(*) FILTER (outcome = 'failed') AS failed, count(*) FILTER (outcome = 'abandoned') AS abandoned,
+           count(*) FILTER (outcome = 'open') AS open,
+           sum(new_tokens) AS new_tokens, sum(thrown_tokens) AS thrown,
+           sum(kept_tokens) FILTER (fate = 'trained') AS trained,
+           sum(kept_tokens) FILTER (fate = 'buffered') AS buffered,
+           sum(kept_tokens) FILTER (fate IN ('partial', 'in_flight', 'prefix')) AS in_flight,
+           sum(kept_tokens) FILTER (fate = 'evicted') AS evicted,
+           sum(kept_tokens) FILTER (fate = 'discarded') AS discarded,
+           sum(ended_s - dispatched_s) AS seconds,
+           sum(ended_s - dispatched_s) FILTER (outcome = 'open') AS open_seconds
+    FROM attempts GROUP BY run
+), r AS (
+    SELECT run, (SELECT count(*) FROM raw.attempt_dispatched d WHERE d.run = runs.run) AS dispatched,
+           (SELECT count(*) FROM raw.attempt_sealed d WHERE d.run = runs.run) AS sealed,
+           (SELECT count(*) FROM raw.attempt_failed d WHERE d.run = runs.run) AS failed,
+           (SELECT count(*) FROM raw.attempt_abandoned d WHERE d.run = runs.run) AS abandoned,
+           (SELECT count(*) FROM attempts d WHERE d.run = runs.run AND d.lost_offset IS NOT NULL) AS lost
+    FROM runs
+), w AS (
+    SELECT run, sum(counted_tokens) AS counted, sum(new_tokens) AS attributed, count(counted_tokens) AS counting,
+           sum(counted_tokens - coalesce(new_tokens, 0)) FILTER (heard_last) AS told_residue,
+           sum(greatest(counted_tokens - coalesce(new_tokens, 0), 0)) FILTER (NOT heard_last) AS unknown_min,
+           sum(unheard * chunk_tokens) AS unknown_max
+    FROM workers GROUP BY run
+), l AS (
+    SELECT run, sum(tokens) AS tokens, sum(seconds) FILTER (resource = 'generation') AS seconds,
+           sum(seconds_max) FILTER (resource = 'generation') AS seconds_max
+    FROM losses GROUP BY run
+), useful AS (
+    SELECT a.run, sum((coalesce(c.carried_s, 0) + a.ended_s - a.dispatched_s)) AS seconds
+    FROM attempts a LEFT JOIN carried c USING (run, group_id, sibling, attempt)
+    WHERE a.outcome = 'sealed' AND a.lost_offset IS NULL AND a.fate IN ('trained', 'buffered', 'partial')
+    GROUP BY a.run
+), waiting AS (
+    SELECT a.run, sum((coalesce(c.carried_s, 0) + a.ended_s - a.dispatched_s)
+               * CASE WHEN a.outcome = 'open' THEN 1 ELSE coalesce(a.kept_tokens / nullif(a.tokens, 0), 0) END) AS seconds
+    FROM attempts a LEFT JOIN carried c USING (run, group_id, sibling, attempt)
+    WHERE a.fate IN ('prefix', 'in_flight')
+    GROUP BY a.run
+)
+SELECT a.run, 'attempts' AS what, 'dispatched = sealed + failed + abandoned + open' AS rule,
+       r.dispatched::DOUBLE AS expected, (r.sealed + r.failed + r.abandoned - r.lost + a.open)::DOUBLE AS found,
+       expected - found AS residue, 0::DOUBLE AS unknown_min, 0::DOUBLE AS unknown_max, expected = found AS ok
+FROM a JOIN r USING (run)
+UNION ALL
+SELECT a.run, 'token fates', 'tokens in events = trained + buffered + in flight + evicted + discarded + thrown away',
+       a.new_tokens, coalesce(a.trained, 0) + coalesce(a.buffered, 0) + coalesce(a.in_flight, 0) + coalesce(a.evicted, 0)
+           + coalesce(a.discarded, 0) + coalesce(a.thrown, 0) AS found,
+       a.new_tokens - found, 0, 0, a.new_tokens = found
+FROM a
+UNION ALL
+SELECT a.run, 'token losses', 'lost tokens, listed singly = evicted + discarded + thrown away',
+       coalesce(l.tokens, 0), coalesce(a.evicted, 0) + coalesce(a.discarded, 0) + coalesce(a.thrown, 0) AS found,
+       coalesce(l.tokens, 0) - found, 0, 0, coalesce(l.tokens, 0) = found
+FROM a LEFT JOIN l USING (run)
+UNION ALL
+SELECT w.run, 'worker counts', 'tokens as workers told last = tokens in events, for workers that were heard to the end',
+       NULL, NULL, coalesce(w.told_residue, 0), 0, 0, coalesce(w.told_residue, 0) = 0
+FROM w WHERE w.counting > 0
+UNION ALL
+SELECT w.run, 'worker counts after a kill', 'tokens that workers had counted and no event tells of, within what a kill hides',
+       NULL, NULL, greatest(coalesce(w.unknown_min, 0) - coalesce(w.unknown_max, w.unknown_min, 0), 0),
+       coalesce(w.unknown_min, 0), w.unknown_max, coalesce(w.unknown_min, 0) <= coalesce(w.unknown_max, w.unknown_min, 0)
+FROM w WHERE w.counting > 0
+UNION ALL
+SELECT a.run, 'seconds', 'seconds of all attempts = of useful ones + lost + still in flight',
+       a.seconds, coalesce(l.seconds, 0) + coalesce(u.seconds, 0) + coalesce(x.seconds, 0) AS found,
+       a.seconds - found, 0, coalesce(l.seconds_max - l.seconds, 0), abs(a.seconds - found) <= 1e-6 * a.seconds + 1e-6
+FROM a LEFT JOIN l USING (run) LEFT JOIN useful u USING (run) LEFT JOIN waiting x USING (run);
+
