@@ -80,7 +80,7 @@ class JournalWriter(Generic[E]):
         self._refusal: JournalError | None = None
         self._idle = False
         self._closed = False
-        self._dropped = self._release_in_thread = False
+        self._dropped = self._release_in_thread = self._thread_ended = False
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -123,7 +123,9 @@ class JournalWriter(Generic[E]):
             opened = open_sink(storage, path, journal_id, incarnation, options, clock, lock)
             writer = cls(path, event_types, options, storage, clock, lock, opened)
             if threaded:
-                writer._start_thread()
+                name = f"journal-flush {os.path.basename(path)}"
+                writer._thread = threading.Thread(target=writer._run, name=name, daemon=True)
+                writer._thread.start()
         except BaseException:
             lock.release()
             raise
@@ -348,12 +350,8 @@ class JournalWriter(Generic[E]):
         with self._lock:
             self._refusal = refusal
             self._limit = -1
+        self._flusher.failed = self._flusher.failed or isinstance(refusal, JournalFailed)
         self._waiters.notify()
-
-    def _start_thread(self) -> None:
-        name = f"journal-flush {os.path.basename(self.directory)}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
 
     def _run(self) -> None:
         idle_since = time.monotonic()
@@ -367,13 +365,15 @@ class JournalWriter(Generic[E]):
                 failure = JournalFailed(f"{self.directory}: the flush thread failed: {error!r}")
                 failure.__cause__ = error
             self._after_cycle(failure)
-            if failure is not None or self._flusher.stop_requested:
+            if self._flusher.failed or self._flusher.stop_requested:
                 break
             now = time.monotonic()
             if self._flusher.worked:
                 idle_since = now
             elif now - idle_since > _IDLE_AFTER_S:
                 self._go_idle()
+        with self._lock:
+            self._thread_ended = True
         if self._release_in_thread:
             self._release()
 
@@ -425,20 +425,13 @@ class JournalWriter(Generic[E]):
                 self._limit = -1
         try:
             if not failed:
-                self._finish(timeout_s)
+                self.sync(timeout_s)
             elif self._flusher.durable_upto < self._next and self._refusal is not None:
                 raise fresh(self._refusal)
         finally:
-            self._shut()
+            self._shut(join_s=_JOIN_S if timeout_s is None else min(timeout_s, _JOIN_S))
 
-    def _finish(self, timeout_s: float | None) -> None:
-        if self._thread is None:
-            self._sync_by_pumping(self._next)
-            return
-        self.sync(timeout_s)
-        self._wake.set()
-
-    def _shut(self, *, drop: bool = False) -> None:
+    def _shut(self, *, drop: bool = False, join_s: float = _JOIN_S) -> None:
         """Stop the thread and let go of files and lock.
 
         A thread that hangs in the storage does the last part itself when it comes back: the lock must not go while a
@@ -451,13 +444,13 @@ class JournalWriter(Generic[E]):
         self._flusher.stop_requested = True
         self._wake.set()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=_JOIN_S)
-            if thread.is_alive():
-                self._release_in_thread = True
-                if thread.is_alive():
-                    logger.error("%s: the storage hangs; the lock is kept until it answers", self.directory)
-                    self._waiters.notify()
-                    return
+            thread.join(join_s)
+            with self._lock:
+                self._release_in_thread = not self._thread_ended
+            if self._release_in_thread:
+                logger.error("%s: the storage hangs; the lock is kept until it answers", self.directory)
+                self._waiters.notify()
+                return
         self._release()
         self._waiters.notify()
 
@@ -479,6 +472,7 @@ class JournalWriter(Generic[E]):
     def after_fork_in_child(self) -> None:
         """The child has no flush thread and must not hold the parent's lock: every append here raises."""
         self._lock = threading.Lock()  # the parent's threads may have held the old ones
+        self._durable_changed = threading.Condition()
         self._waiters = Waiters(self._waiter_state)
         self._refusal = JournalForked(
             f"{self.directory}: this writer belongs to process {self._pid}; a forked child opens its own journal"

@@ -592,3 +592,88 @@ def test_a_zombie_that_runs_ahead_counts_for_nothing() -> None:
     new.abandon()
     third = open_writer(storage, take_over=True)
     assert (third.next_offset, third.incarnation) == (2, 3)
+
+
+class ManualClock:
+    """Time that moves only when a simulated call takes some."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall_ns(self) -> int:
+        return int(self.now * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("sync_s", [0.2, 10.0, 60.0])
+def test_the_shown_loss_window_is_true_on_slow_storage(sync_s: float) -> None:
+    """With syncs of up to a minute, no event is ever older than the window shown, and memory stays bounded."""
+    storage, clock = SimStorage(), ManualClock()
+    options = JournalOptions(backlog_high_bytes=20_000, backlog_max_bytes=50_000)
+    writer = JournalWriter.open(
+        DIRECTORY, KINDS, journal_id="run", storage=storage, threaded=False, options=options, clock=clock
+    )
+    appended: list[float] = []
+    refused = 0
+
+    def look() -> None:
+        metrics = writer.metrics()
+        if metrics.durable_upto < len(appended):
+            age = clock.now - appended[metrics.durable_upto]
+            assert metrics.durable_lag_seconds >= age - 1e-6
+            assert metrics.loss_window_seconds >= age - 1e-6
+        assert metrics.backlog_bytes <= 50_000
+
+    def slow(seconds: float) -> None:
+        nonlocal refused
+        for _ in range(100):
+            clock.sleep(seconds / 100)
+            try:
+                assert writer.append(Note(len(appended))) == len(appended)
+                appended.append(clock.now)
+            except JournalOverrun:
+                refused += 1
+            look()
+
+    storage.sleep = slow
+    storage.faults.append(Fault("sync", delay_s=sync_s, times=10_000, name=".zst"))
+    writer.append(Note(0))
+    appended.append(clock.now)
+    for _ in range(20):
+        clock.sleep(writer._flusher.delay_s())
+        look()
+        writer.pump()
+        look()
+    assert writer.metrics().loss_window_seconds >= 2 * sync_s
+    assert writer.metrics().flush_interval_ms_effective == pytest.approx(min(1000, max(20, sync_s * 1000)), rel=0.3)
+    assert refused == 0
+    storage.faults.clear()
+    writer.close()
+    assert numbers(storage) == list(range(len(appended)))
+
+
+def test_close_does_not_wait_for_a_hanging_disk(caplog) -> None:
+    """With a time-out, close comes back though a sync hangs; the lock stays until the sync has answered."""
+    storage = SimStorage()
+    writer = open_writer(storage, threaded=True, flush_interval_ms=1)
+    answer = threading.Event()
+    storage.sleep = lambda seconds: answer.wait(20) and None
+    storage.faults.append(Fault("sync", delay_s=1, name=".zst"))
+    writer.append(Note(0))
+    started = time.monotonic()
+    with pytest.raises(JournalTimeout):
+        writer.close(0.1)
+    assert time.monotonic() - started < 5
+    assert "the lock is kept" in caplog.text
+    with pytest.raises(JournalLocked):
+        open_writer(storage)
+    answer.set()
+    assert writer._thread is not None
+    writer._thread.join(10)
+    with open_writer(storage) as again:
+        assert again.next_offset == 1

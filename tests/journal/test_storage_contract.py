@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+
 import pytest
 
 from tests.sim_storage import SimStorage
