@@ -93,7 +93,7 @@ class ControllerHost:
             sampler=sampler_of(config),
             trainer=RayTrainer(config),
             data_plane=TransferQueueDataPlane(storage_units=config.data_plane.storage_units),
-            worker_factory=RayWorkerFactory(config, run_id=opened.identity.run_id),
+            worker_factory=RayWorkerFactory(config, run_id=opened.identity.run_id, clock=opened.clock),
             payloads=PayloadStore(payload_root) if config.data_plane.payloads == "full" else None,
             folders=RealFolders(),
             payload_root=payload_root,

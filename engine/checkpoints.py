@@ -95,16 +95,26 @@ def name_of(checkpoint: Checkpoint) -> str:
     return checkpoint_name(checkpoint.kind, checkpoint.trainer_version, checkpoint.incarnation, checkpoint.id)
 
 
-async def read_manifest(folders: Folders, root: str, state: State, checkpoint: Checkpoint) -> Manifest:
-    """The verified manifest of a checkpoint of this history (protocol rule 13).
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The file's content."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
 
-    Raises CheckpointDamaged if it is missing, unreadable, or another checkpoint's.
-    """
+
+async def read_manifest(folders: Folders, root: str, state: State, checkpoint: Checkpoint) -> Manifest:
+    """The verified manifest of a checkpoint of this history. Raises CheckpointDamaged, also if it is missing."""
     place = f"{root}/{name_of(checkpoint)}/{MANIFEST}"
     try:
         data = await folders.read(place)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointDamaged(f"{place}: missing") from error
+    return check_manifest(place, data, state, checkpoint)
+
+
+def check_manifest(place: str, data: bytes, state: State, checkpoint: Checkpoint) -> Manifest:
+    """Whether these bytes are the manifest of that checkpoint of this history (protocol rule 13).
+
+    Raises CheckpointDamaged if they are unreadable, changed, or another checkpoint's.
+    """
     if checkpoint.digest and hashlib.sha256(data).hexdigest() != checkpoint.digest:
         raise CheckpointDamaged(f"{place}: its digest is not the one in the journal")
     try:
@@ -122,8 +132,8 @@ class Checkpointer:
     """Takes checkpoints, one at a time. ``begin`` returns once the next train step may start.
 
     ``failures_max``: retryable failures in a row before CheckpointLimit. ``payloads_full``: a row missing from the data
-    plane is counted, not fatal, since its payload is journaled. ``after_commit`` prunes what the new floor sets free; ``spawn``
-    starts a task whose failure ends the run.
+    plane is counted, not fatal, since its payload is journaled. ``after_commit`` prunes what the new floor sets free;
+    ``spawn`` starts a task whose failure ends the run.
     """
 
     def __init__(
@@ -199,7 +209,7 @@ class Checkpointer:
             if missing and not self.payloads_full:
                 raise OSError(f"{missing} rows that the ledger counts on are missing from the data plane")
             manifest = self._manifest(kind, checkpoint, version, cut, files, len(expected))
-            data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+            data = manifest_bytes(manifest)
             await self.folders.write(f"{temporary}/{MANIFEST}", data)
             await self.ledger.before_destructive(cut)  # rule 12; and a newer incarnation would show here
             size = await self.folders.publish(temporary, f"{self.root}/{name}")

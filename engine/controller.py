@@ -21,9 +21,10 @@ from ..replay.payloads import PayloadStore
 from ..replay.state import State
 from .checkpoints import Checkpointer, Folders
 from .config_keys import Config
+from .healing import HealingDataPlane, RestartableDataPlane
 from .ledger import EventWriter, Ledger
 from .progress import EXIT_CODES, REASON_FAILED, REASON_FINISHED, Outcome, Progress, StopRequest
-from .protocols import Blocking, Clock, DataPlane, PromptSource, Trainer, WeightsRef, WorkerFactory
+from .protocols import Blocking, Clock, PromptSource, Trainer, WeightsRef, WorkerFactory
 from .restore import Restorer
 from .retention import prune_payloads
 from .rollout import RolloutPump
@@ -57,7 +58,7 @@ class Parts:
     prompts: PromptSource
     sampler: Sampler
     trainer: Trainer
-    data_plane: DataPlane
+    data_plane: RestartableDataPlane
     worker_factory: WorkerFactory
     payloads: PayloadStore | None
     folders: Folders
@@ -101,6 +102,7 @@ class SingleController:
         self._spawned: set[asyncio.Task[Any]] = set()
         self._last_tokens: tuple[int, int] = (0, 0)
         self._tokens_per_s = 0.0
+        self.data_plane = HealingDataPlane(parts.data_plane, self.ledger, parts.payloads)
         self._train: TrainPump | None = None
         self._rollout: RolloutPump | None = None
         self._checkpointer: Checkpointer | None = None
@@ -170,7 +172,7 @@ class SingleController:
                 f"{parts.sampler.name} needs {required}"
             )
         self._say("starting", "starting trainer, data plane and workers")
-        await asyncio.gather(parts.trainer.start(), parts.data_plane.start())
+        await asyncio.gather(parts.trainer.start(), self.data_plane.start())
         checkpointing = config.checkpointing
         root = config.checkpoint_dir
         full = config.data_plane.payloads == "full"
@@ -181,7 +183,7 @@ class SingleController:
                 self.ledger,
                 parts.sampler,
                 parts.trainer,
-                parts.data_plane,
+                self.data_plane,
                 parts.payloads,
                 parts.folders,
                 root,
@@ -202,7 +204,7 @@ class SingleController:
             parts.folders,
             root,
             parts.trainer,
-            parts.data_plane,
+            self.data_plane,
             parts.clock,
             keep_latest_k=checkpointing.keep_latest_k,
             failures_max=config.rollout_checkpointing.max_consecutive_failures,
@@ -218,7 +220,7 @@ class SingleController:
             parts.sampler,
             parts.prompts,
             self.workers,
-            parts.data_plane,
+            self.data_plane,
             parts.payloads,
             parts.clock,
             self._spawn,
@@ -231,7 +233,7 @@ class SingleController:
             self._rollout,
             self.workers,
             parts.trainer,
-            parts.data_plane,
+            self.data_plane,
             self._checkpointer,
             parts.clock,
         )
@@ -391,7 +393,7 @@ class SingleController:
         except Exception as error:  # noqa: BLE001 - the outcome must be told whatever fails here
             log.error("the end of the run could not be written down: %s", error)
             reason, detail = REASON_FAILED, detail or str(error)
-        for part in (self.parts.trainer.stop, self.parts.data_plane.stop):
+        for part in (self.parts.trainer.stop, self.data_plane.stop):
             with contextlib.suppress(Exception):
                 await part()
         self._say("ended", detail)

@@ -195,7 +195,9 @@ class Restorer:
         """What payload journals hold of unsealed siblings, synced before it is used (rules 2, 9, 10)."""
         if self.payloads is None:
             return Tails(attempts={}, losses=(), records_read=0)
-        return await self.ledger.blocking(self.payloads.sealed_tails, attempts_to_look_for(self.state))
+        wanted = attempts_to_look_for(self.state)
+        tails: Tails = await self.ledger.blocking(self.payloads.sealed_tails, wanted)
+        return tails
 
     async def _reconcile(self, checkpoint: Checkpoint | None, tails: Tails) -> RestorePlan:
         """Make sure of every row that the fold owns, putting back what is missing; then the plan follows."""

@@ -19,13 +19,13 @@ from ..replay import events as ev
 from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore
 from ..replay.state import COMPLETE, IDLE, UNFINISHED, Group, State
 from .config_keys import Config
+from .healing import HealingDataPlane
 from .ledger import Ledger
 from .protocols import (
     AttemptAborted,
     AttemptError,
     AttemptRequest,
     Clock,
-    DataPlane,
     Prefix,
     Prompt,
     PromptSource,
@@ -61,7 +61,7 @@ class RolloutPump:
         sampler: Sampler,
         prompts: PromptSource,
         workers: WorkerPool,
-        data_plane: DataPlane,
+        data_plane: HealingDataPlane,
         payloads: PayloadStore | None,
         clock: Clock,
         spawn: Spawn,
@@ -275,7 +275,7 @@ class RolloutPump:
     async def _put_row(self, worker: Member, key: ev.AttemptKey, receipt: ev.Receipt) -> None:
         """Row into the data plane. The worker has it at hand; else it comes from the payload journal."""
         try:
-            await worker.handle.put_row(key)
+            await self.data_plane.with_healing(lambda: worker.handle.put_row(key))
         except (WorkerLost, KeyError):
             if not await self._put_from_payload(key, receipt):
                 self.ledger.lose(key, ev.ABANDON_PAYLOAD_LOST)

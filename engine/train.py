@@ -8,8 +8,9 @@ import logging
 from ..replay import events as ev
 from .checkpoints import Checkpointer
 from .config_keys import Config
+from .healing import HealingDataPlane
 from .ledger import Ledger
-from .protocols import Clock, DataPlane, StepResult, Trainer
+from .protocols import Clock, StepResult, Trainer
 from .rollout import RolloutPump, RunFailed, step_target
 from .samplers import Sampler, by_slot
 from .workers import WorkerPool
@@ -28,7 +29,7 @@ class TrainPump:
         rollout: RolloutPump,
         workers: WorkerPool,
         trainer: Trainer,
-        data_plane: DataPlane,
+        data_plane: HealingDataPlane,
         checkpointer: Checkpointer | None,
         clock: Clock,
     ) -> None:
@@ -97,7 +98,7 @@ class TrainPump:
         step = state.open_step
         groups = by_slot(state, state.open_groups)
         keys = [state.groups[g].sealed_row_keys() for g in groups]
-        result = await self.trainer.train(step, keys)
+        result = await self.data_plane.with_healing(lambda: self.trainer.train(step, keys))
         if (result.step, result.trainer_version) != (step, step + 1):
             raise RunFailed(f"the trainer answered step {result.step} version {result.trainer_version} to step {step}")
         await self.workers.stats()

@@ -31,14 +31,13 @@ from .protocols import (
     AttemptRequest,
     Blocking,
     Clock,
-    DataPlane,
     Prompt,
     Row,
     WeightsRef,
     WorkerLost,
     WorkerStats,
 )
-from .worker_parts import Encode, GeneratorEngine, HasBytes, Score, WorkerOptions
+from .worker_parts import Encode, GeneratorEngine, HasBytes, RowSink, Score, WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class WorkerCore:
         open_journal: Callable[[], JournalWriter[Any]],
         encode: Encode,
         score: Score,
-        data_plane: DataPlane,
+        data_plane: RowSink,
         clock: Clock,
         blocking: Blocking = asyncio.to_thread,
     ) -> None:
@@ -131,6 +130,7 @@ class WorkerCore:
         self._lock = threading.Lock()
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._ended = asyncio.Event()
+        self._sealed_since_prune: list[int] = []
         self._rows: OrderedDict[AttemptKey, Row] = OrderedDict()
         self._rows_bytes = 0
         self._weights = (0, 0)
@@ -205,10 +205,15 @@ class WorkerCore:
             self._running_generator().abort([attempt.key for attempt in attempts])
 
     async def prune(self, keep_from: int) -> None:
-        """Drop whole payload segments before ``keep_from``, but nothing that a running attempt has written."""
+        """Drop whole payload segments before ``keep_from``, but nothing that an attempt here may still refer to.
+
+        A seal that was handed over a moment ago may not be in what ``keep_from`` was computed from: what was sealed
+        since the last call stays until the next.
+        """
         if self._journal is not None:
-            firsts = [attempt.chunks[0] for attempt in self._attempts.values() if attempt.chunks]
-            await self._blocking(self._journal.prune, min([keep_from, *firsts]))
+            running = [attempt.chunks[0] for attempt in self._attempts.values() if attempt.chunks]
+            handed_over, self._sealed_since_prune = self._sealed_since_prune, []
+            await self._blocking(self._journal.prune, min([keep_from, *running, *handed_over]))
 
     async def put_row(self, key: AttemptKey) -> None:
         """Put a sealed row into the data plane. KeyError if it is no longer at hand."""
@@ -369,6 +374,7 @@ class WorkerCore:
             record = sealed_record(self._clock.now_us(), payload, attempt.journaled, attempt.chunks)
             offset = self._journal.append(record)
             attempt.journaled = payload.tokens
+            self._sealed_since_prune.append((*attempt.chunks, offset)[0])
         self._remember(row)
         await self._journal.flushed(offset)
         return receipt_of(payload, self.journal_name, offset, attempt.chunks)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ..replay.events import FAIL_DATA
-from .protocols import AttemptError, Prompt
+from .protocols import AttemptError, Prompt, Row
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,22 @@ class GeneratorEngine(Protocol):
 
     def stop(self) -> None:
         """End; what runs is done as aborted."""
+        ...
+
+
+class RowSink(Protocol):
+    """The part of a data plane that a worker needs."""
+
+    async def start(self) -> None:
+        """Reach the service."""
+        ...
+
+    async def put(self, row: Row) -> None:
+        """Store one row."""
+        ...
+
+    async def stop(self) -> None:
+        """Let go of it."""
         ...
 
 
