@@ -392,6 +392,36 @@ def test_rows_are_put_from_memory_and_forgotten_by_size() -> None:
     run_virtual(main)
 
 
+def test_pruning_spares_what_running_and_just_sealed_attempts_refer_to() -> None:
+    """Whole segments below the floor go, but no chunk of a running attempt, nor of one sealed since the last call."""
+
+    async def main() -> None:
+        options = JournalOptions(segment_bytes_max=1)  # every flush begins a segment
+        old, sealed, running = (AttemptKey(1, group, 0, 0) for group in (1, 2, 3))
+        lengths = {old: 100, sealed: 200, running: 100_000}
+        async with Bench(lambda key, _: SimPlan(tokens=lengths[key]), journal_options=options) as bench:
+            journal = bench.worker.journal
+            assert journal is not None
+            await bench.worker.generate(request(old, seed=1))
+            await bench.worker.prune(journal.next_offset)
+            first = journal.next_offset
+            receipt = await bench.worker.generate(request(sealed, seed=2))
+            task = asyncio.ensure_future(bench.worker.generate(request(running, seed=3, most=100_000)))
+            await asyncio.sleep(10)
+            await bench.worker.prune(journal.next_offset)
+            assert bench.store().load(receipt, sealed).tokens == 200
+            assert JournalReader(f"{ROOT}/{NAME}", PayloadRecord, storage=bench.storage).first_offset == first
+            await bench.worker.prune(journal.next_offset)
+            assert JournalReader(f"{ROOT}/{NAME}", PayloadRecord, storage=bench.storage).first_offset > receipt.offset
+            await bench.worker.abort([running])
+            with pytest.raises(AttemptAborted) as aborted:
+                await task
+            tail = bench.store().sealed_tails({running: NAME}).attempts[running]
+            assert tail.prefix_tokens == aborted.value.tokens
+
+    run_virtual(main)
+
+
 def test_without_payloads_the_seal_waits_for_the_row() -> None:
     """Under ``payloads: none`` there is no journal, and a receipt means that the data plane holds the row."""
 
