@@ -5,7 +5,9 @@ Steps, each of which can be killed and repeated (docs/FORMAT.md, "Opening for wr
 1. find the chain of segments; check every frame from the newest image (or from the floor) to the end;
 2. damage: raise, with nothing changed;
 3. torn tail: copy the bytes to ``aside/``, sync the copy, cut (or remove a file without a whole frame), sync;
-4. sync every segment that was read, and the directory: what the page cache shows may not be on the device yet;
+4. write what lies above the watermark once more, in place, then sync every segment that was read, and the directory:
+   what the page cache shows may not be on the device, and if the dead process saw a failed fdatasync, the kernel
+   believes those pages clean and a sync alone would do nothing;
 5. only now may anything be appended or believed.
 """
 
@@ -21,7 +23,7 @@ from .errors import JournalDamaged, JournalMismatch
 from .scan import Bad, Clean, Damaged, Position, TornTail, Verdict, Window, judge, scan
 from .sink import Link
 from .storage import Storage, StorageFile, read_exact, write_all
-from .survey import FileSource, SegmentFile, Survey, survey
+from .survey import FileSource, SegmentFile, Survey, open_walk, survey
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +151,8 @@ def recover(storage: Storage, directory: str, *, scan_all: bool, journal_id: str
         removed = {piece.segment for piece in torn if piece.removed_file}
         if not any(segment.name in removed for segment in found.chain):
             break  # else the segment before is the last one now, perhaps after another image: judge again
+    if found.chain:
+        _write_again(storage, found)
     for segment, _ in verdicts:
         if segment.preamble is not None:
             _sync_file(storage, segment.path)
@@ -175,6 +179,27 @@ def recover(storage: Storage, directory: str, *, scan_all: bool, journal_id: str
         notes=found.notes,
     )
     return Recovered(report, link)
+
+
+def _write_again(storage: Storage, found: Survey) -> None:
+    """Make the pages dirty that hold frames not known durable, so that the sync that follows writes them."""
+    segment = found.chain[-1]
+    file, walk = open_walk(storage, segment, found.directory)
+    try:
+        start = 0
+        while (header := walk.step()) is not None and header.next_offset <= found.watermark and not found.strict:
+            start = walk.position.byte
+        end = file.size()
+        if start >= end:
+            return
+        target = storage.open(segment.path, writable=True)
+        try:
+            for at in range(start, end, _COPY_BYTES):
+                write_all(target, at, read_exact(file, at, min(_COPY_BYTES, end - at)))
+        finally:
+            target.close()
+    finally:
+        file.close()
 
 
 def _cut(storage: Storage, directory: str, verdicts: list[tuple[SegmentFile, Verdict]]) -> list[TornPiece]:

@@ -677,3 +677,22 @@ def test_close_does_not_wait_for_a_hanging_disk(caplog) -> None:
     writer._thread.join(10)
     with open_writer(storage) as again:
         assert again.next_offset == 1
+
+
+def test_a_dead_process_may_have_seen_its_sync_fail() -> None:
+    """Bytes that a failed fdatasync left clean in the page cache are written again before they are believed."""
+    storage = SimStorage()
+    writer = open_writer(storage)
+    writer.append(Note(0))
+    writer.sync()
+    storage.fail("sync", errno.EIO, name=".zst")
+    storage.fail("truncate", errno.EIO, name=".zst")
+    writer.append(Note(1))
+    writer.pump()
+    storage.kill_process()
+    again = open_writer(storage)
+    assert again.next_offset == 2
+    again.append(Note(2))
+    again.sync()
+    storage.power_cut(random.Random(1), "drop")
+    assert numbers(storage) == [0, 1, 2]
