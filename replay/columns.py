@@ -17,6 +17,7 @@ import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -164,6 +165,21 @@ _FRAME_COLUMNS: Final = (
 )
 
 
+TRIES: Final = "tries"
+_DISPATCHED: Final = next(table for table in EVENT_TABLES if table.event is ev.AttemptDispatched)
+_SEALED: Final = next(table for table in EVENT_TABLES if table.event is ev.AttemptSealed)
+_IDENTITY: Final = ("group_id", "sibling", "attempt")
+"""Of an attempt, in both events: fields 2, 3 and 4 of the encoded array."""
+_TRY_COLUMNS: Final = (
+    *(Column(f"dispatched_{c.name}" if c.name in ("event_offset", "t") else c.name, c.type) for c in _DISPATCHED.columns),
+    *(
+        Column(f"sealed_{c.name}" if c.name in ("event_offset", "t") else c.name, c.type)
+        for c in _SEALED.columns
+        if c.name not in _IDENTITY
+    ),
+)
+
+
 def table_columns() -> dict[str, tuple[Column, ...]]:
     """Every table that a journal is turned into, child tables included."""
     found: dict[str, tuple[Column, ...]] = {}
@@ -172,6 +188,7 @@ def table_columns() -> dict[str, tuple[Column, ...]]:
         for child in table.children:
             found[child.table] = (OFFSET, POSITION, *child.columns)
     found[FRAMES] = _FRAME_COLUMNS
+    found[TRIES] = _TRY_COLUMNS
     return found
 
 
@@ -213,12 +230,18 @@ class TableFiles:
 
 
 class EventColumns:
-    """Sorts events by type and turns them into columns."""
+    """Sorts events by type and turns them into columns.
+
+    An attempt whose dispatch and seal are both seen becomes one row of the table ``tries``; only what stays single goes
+    to ``attempt_dispatched`` and ``attempt_sealed``. Pairing them here costs two dictionary operations; joining millions
+    of them in SQL took longer than all the rest.
+    """
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
         self._rows: defaultdict[int, list[list[Any]]] = defaultdict(list)
         self._held = 0
+        self._open: dict[tuple[int, int, int], list[Any]] = {}
         self.unknown: dict[int, int] = {}
 
     def add(self, first_offset: int, rows: Sequence[list[Any]]) -> None:
@@ -240,28 +263,56 @@ class EventColumns:
 
     def flush(self) -> None:
         """Turn what was added into columns."""
-        for tag, rows in self._rows.items():
+        for tag, rows in sorted(self._rows.items()):  # dispatches (8) before seals (9)
             table = _BY_TAG.get(tag)
             if table is None:
                 self.unknown[tag] = self.unknown.get(tag, 0) + len(rows)
+            elif table is _DISPATCHED:
+                self._open.update(zip(_identities(rows), rows, strict=True))
+            elif table is _SEALED:
+                self._flush_sealed(rows)
             else:
                 self._flush_type(table, rows)
         self._rows.clear()
         self._held = 0
 
+    def close(self) -> None:
+        """Flush, and write the dispatches that no seal was seen for."""
+        self.flush()
+        rows = list(self._open.values())
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            self._flush_type(_DISPATCHED, rows[start : start + ROWS_AT_ONCE])
+        self._open.clear()
+
     def _flush_type(self, table: EventTable, rows: list[list[Any]]) -> None:
         columns = _transpose(rows, _DEFAULTS[table.tag])
-        receipts: list[Any] = []
-        if table.event is ev.AttemptSealed:
-            receipts = _transpose(columns[_RECEIPT_INDEX], _RECEIPT_DEFAULTS)
         out: list[Any] = [columns[0]]
         for field in table.fields:
-            values = columns[field.path[0]] if len(field.path) == 1 else receipts[field.path[1]]
+            values = columns[field.path[0]]
             out.append(_as_text(values) if field.column.type == TEXT else values)
         self._files.add(table.name, out)
         for child in table.children:
-            source = receipts[_SPANS_IN_RECEIPT] if receipts else columns[child.index]
-            self._flush_child(child, source, columns[0])
+            self._flush_child(child, columns[child.index], columns[0])
+
+    def _flush_sealed(self, rows: list[list[Any]]) -> None:
+        dispatches = list(map(self._open.pop, _identities(rows), repeat(None)))
+        pairs = [(row, other) for row, other in zip(rows, dispatches, strict=True) if other is not None]
+        if len(pairs) < len(rows):
+            single = [row for row, other in zip(rows, dispatches, strict=True) if other is None]
+            self._files.add(_SEALED.name, self._sealed_columns(single))
+        if pairs:
+            sealed = self._sealed_columns([row for row, _ in pairs])
+            dispatched = _transpose([other for _, other in pairs], _DEFAULTS[_DISPATCHED.tag])
+            self._files.add(TRIES, [*dispatched, *(sealed[i] for i in _SEALED_IN_TRY)])
+
+    def _sealed_columns(self, rows: list[list[Any]]) -> list[Sequence[Any]]:
+        columns = _transpose(rows, _DEFAULTS[_SEALED.tag])
+        receipts = _transpose(columns[_RECEIPT_INDEX], _RECEIPT_DEFAULTS)
+        self._flush_child(_SEALED.children[0], receipts[_SPANS_IN_RECEIPT], columns[0])
+        return [
+            columns[0],
+            *(columns[f.path[0]] if len(f.path) == 1 else receipts[f.path[1]] for f in _SEALED.fields),
+        ]
 
     def _flush_child(self, child: Child, lists: Sequence[Sequence[Any]], offsets: Sequence[int]) -> None:
         counts = list(map(len, lists))
@@ -277,6 +328,14 @@ class EventColumns:
         else:
             out.append(elements)
         self._files.add(child.table, out)
+
+
+def _identities(rows: list[list[Any]]) -> Iterator[tuple[int, int, int]]:
+    return map(_IDENTITY_OF, rows)  # type: ignore[arg-type]
+
+
+_IDENTITY_OF: Final = itemgetter(2, 3, 4)
+_SEALED_IN_TRY: Final = [i for i, column in enumerate(_SEALED.columns) if column.name not in _IDENTITY]
 
 
 def _transpose(rows: Sequence[list[Any]], defaults: Sequence[Any]) -> list[Sequence[Any]]:
@@ -334,24 +393,12 @@ def load_part(part: Part, storage: Storage | None = None) -> PartResult:
     was_collecting = gc.isenabled()
     gc.disable()  # millions of small lists, none in a cycle: looking for cycles would take half of the time
     try:
-        for view in _views(part, storage):
-            if view.image:
-                t = columns.add_image(view.first_offset, view.payload)
-                _add_frame(files, view, t, t)
-            else:
-                rows = decode(view.payload)
-                if view.first_offset >= part.start:  # a frame belongs to the part that it begins in
-                    _add_frame(files, view, rows[0][1], rows[-1][1])
-                skip = max(part.start - view.first_offset, 0)
-                if skip or view.first_offset + len(rows) > part.stop:
-                    rows = rows[skip : part.stop - view.first_offset]
-                columns.add(view.first_offset + skip, rows)
-            end = min(view.first_offset + view.count, part.stop)
-        columns.flush()
-        files.close()
-    except JournalDamaged as error:
-        problem = str(error)
-        columns.flush()
+        try:
+            for view in _views(part, storage):
+                end = _add_view(part, view, files, columns, decode)
+        except JournalDamaged as error:
+            problem = str(error)
+        columns.close()
         files.close()
     except (msgspec.MsgspecError, struct.error, TypeError, AttributeError, IndexError) as error:
         raise ColumnsError(
@@ -362,6 +409,24 @@ def load_part(part: Part, storage: Storage | None = None) -> PartResult:
         if was_collecting:
             gc.enable()
     return PartResult(end, columns.unknown, problem)
+
+
+def _add_view(
+    part: Part, view: FrameView, files: TableFiles, columns: EventColumns, decode: Callable[[bytes], list[list[Any]]]
+) -> int:
+    """Take a frame's events that belong to the part. Returns the offset after them."""
+    if view.image:
+        t = columns.add_image(view.first_offset, view.payload)
+        _add_frame(files, view, t, t)
+    else:
+        rows = decode(view.payload)
+        if view.first_offset >= part.start:  # a frame belongs to the part that it begins in
+            _add_frame(files, view, rows[0][1], rows[-1][1])
+        skip = max(part.start - view.first_offset, 0)
+        if skip or view.first_offset + len(rows) > part.stop:
+            rows = rows[skip : part.stop - view.first_offset]
+        columns.add(view.first_offset + skip, rows)
+    return min(view.first_offset + view.count, part.stop)
 
 
 def _add_frame(files: TableFiles, view: FrameView, first_t: int, last_t: int) -> None:

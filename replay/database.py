@@ -307,8 +307,8 @@ def _load(
     for (source, part), result in _run_parts(parts, processes):
         notes += _part_notes(source, part, result)
     _create_raw(connection, sources, parts_folder)
-    shutil.rmtree(parts_folder)
     _create_views(connection, sources)
+    shutil.rmtree(parts_folder)
     return notes
 
 
@@ -335,20 +335,27 @@ def _run_parts(
 
 
 def _create_raw(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source], folder: Path) -> None:
-    """The raw tables from the Parquet files; a table without a file is there, and empty."""
+    """The raw tables from the Parquet files, and views over those that are only wanted while loading."""
     connection.execute("CREATE SCHEMA raw")
     files: dict[str, dict[int, list[str]]] = {}
     for file in sorted(folder.iterdir()):
         table, part, _ = file.name.split(".")
         files.setdefault(table, {}).setdefault(int(part.split("-")[0]), []).append(str(file))
     for table, columns in table_columns().items():
-        typed = ", ".join(f'"{column.name}" {column.type}' for column in columns)
-        connection.execute(f"CREATE TABLE raw.{table} (run VARCHAR, {typed})")
+        typed = ", ".join(f"NULL::{column.type} AS \"{column.name}\"" for column in columns)
+        parts = [f"SELECT NULL::VARCHAR AS run, {typed} WHERE false"]
         for number, paths in files.get(table, {}).items():
             listed = ", ".join(map(_quoted, paths))
-            connection.execute(
-                f"INSERT INTO raw.{table} SELECT ?, * FROM read_parquet([{listed}])", [sources[number].run]
-            )
+            parts.append(f"SELECT {_quoted(sources[number].run)}, * FROM read_parquet([{listed}])")
+        kind, name = ("TEMP VIEW", _WHILE_LOADING[table]) if table in _WHILE_LOADING else ("TABLE", f"raw.{table}")
+        connection.execute(f"CREATE {kind} {name} AS {' UNION ALL '.join(parts)}")
+
+
+_WHILE_LOADING: Final = {
+    cols.TRIES: "tries",
+    "attempt_dispatched": "single_dispatched",
+    "attempt_sealed": "single_sealed_read",
+}
 
 
 def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
@@ -357,13 +364,34 @@ def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Sourc
     for source in sources:
         connection.execute("INSERT INTO sources VALUES (?, ?, ?)", [source.run, source.path, source.kind])
         connection.execute("INSERT INTO chunks VALUES (?, ?)", [source.run, _chunk_tokens(connection, source)])
+    # Read by a view that stays, so it must be a table; it holds what the loader could not pair: little.
+    connection.execute("CREATE TABLE single_sealed AS SELECT * FROM single_sealed_read")
+    connection.execute(f"CREATE MACRO life_of(r, o) AS {_life_expression(connection)}")
+    sections = dict(view_sections())
+    for name in ("attempt_rows", "raw_attempts"):
+        connection.execute(sections.pop(name))
     index = " UNION ALL ".join(
         f"SELECT run, event_offset, t, '{table.event.__name__}' AS event FROM raw.{table.name}" for table in EVENT_TABLES
     )
     connection.execute(f"CREATE VIEW event_index AS {index}")
     connection.execute(f"CREATE VIEW events AS {_events_sql()}")
-    for _, sql in view_sections():
+    for sql in sections.values():
         connection.execute(sql)
+
+
+def _life_expression(connection: duckdb.DuckDBPyConnection) -> str:
+    """Which opening of run ``r`` (1, 2, …) the event at offset ``o`` belongs to.
+
+    Written out as comparisons: for millions of rows and few openings that is many times as fast as a join on ranges.
+    """
+    starts: dict[str, list[int]] = {}
+    for run, offset in connection.execute("SELECT run, event_offset FROM raw.run_started ORDER BY ALL").fetchall():
+        starts.setdefault(run, []).append(offset)
+    cases = [
+        f"WHEN {_quoted(run)} THEN " + " + ".join(f"(o >= {offset})::BIGINT" for offset in offsets)
+        for run, offsets in starts.items()
+    ]
+    return f"CASE r {' '.join(cases)} END" if cases else "NULL::BIGINT"
 
 
 def _events_sql() -> str:

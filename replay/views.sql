@@ -2,11 +2,58 @@
 -- come from tables.py. Sections are separated by lines "-- @name: title"; tables are built once at loading, in this order.
 -- Times ending in _s are seconds on the run's clock (raw.*.t: microseconds).
 
+-- @attempt_rows: every attempt with its events, paired by the loader where it saw both
+CREATE TABLE attempt_rows AS
+WITH next_try AS (
+    SELECT run, group_id, sibling, attempt - 1 AS attempt, prefix AS next_prefix FROM tries WHERE attempt > 0
+    UNION ALL
+    SELECT run, group_id, sibling, attempt - 1, prefix FROM single_dispatched WHERE attempt > 0
+), given_up AS (  -- sealed and then lost: rare
+    SELECT a.run, a.group_id, a.sibling, a.attempt, a.event_offset, a.t, a.tokens, a.durable, a.reason, n.next_prefix
+    FROM raw.attempt_abandoned a LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
+    WHERE a.reason IN ('payload_lost', 'prompt_group')
+), singles AS (
+    SELECT d.run, d.event_offset AS dispatched_event_offset, d.t AS dispatched_t, d.* EXCLUDE (run, event_offset, t),
+           s.event_offset AS sealed_event_offset, s.t AS sealed_t,
+           s.* EXCLUDE (run, event_offset, t, group_id, sibling, attempt),
+           f.event_offset AS failed_offset, f.t AS failed_t, f.tokens AS failed_tokens, f.kind AS failed_kind, f.cause,
+           a.event_offset AS abandoned_offset, a.t AS abandoned_t, a.tokens AS abandoned_tokens, a.durable, a.reason,
+           n.next_prefix
+    FROM single_dispatched d
+    LEFT JOIN single_sealed s USING (run, group_id, sibling, attempt)
+    LEFT JOIN raw.attempt_failed f USING (run, group_id, sibling, attempt)
+    LEFT JOIN raw.attempt_abandoned a USING (run, group_id, sibling, attempt)
+    LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
+), pairs AS (
+    SELECT t.*, NULL::BIGINT AS failed_offset, NULL::BIGINT AS failed_t, NULL::BIGINT AS failed_tokens,
+           NULL::VARCHAR AS failed_kind, NULL::VARCHAR AS cause, g.event_offset AS abandoned_offset, g.t AS abandoned_t,
+           g.tokens AS abandoned_tokens, g.durable, g.reason, g.next_prefix
+    FROM tries t LEFT JOIN given_up g USING (run, group_id, sibling, attempt)
+)
+SELECT * FROM pairs UNION ALL BY NAME SELECT * FROM singles;
+
+-- @raw_attempts: the two event tables that the loader merged, as they were
+CREATE VIEW raw.attempt_dispatched AS
+SELECT run, dispatched_event_offset AS event_offset, dispatched_t AS t, group_id, sibling, attempt, worker, branch,
+       version, prefix
+FROM attempt_rows;
+CREATE VIEW raw.attempt_sealed AS
+SELECT run, sealed_event_offset AS event_offset, sealed_t AS t, group_id, sibling, attempt, reward, tokens, version_min,
+       version_max, payload_journal, payload_offset, payload_checksum, truncated, prompt_tokens, payload_first_offset,
+       adopted
+FROM attempt_rows WHERE sealed_event_offset IS NOT NULL
+UNION ALL
+SELECT s.run, s.event_offset, s.t, s.group_id, s.sibling, s.attempt, s.reward, s.tokens, s.version_min, s.version_max,
+       s.payload_journal, s.payload_offset, s.payload_checksum, s.truncated, s.prompt_tokens, s.payload_first_offset,
+       s.adopted
+FROM single_sealed s ANTI JOIN attempt_rows r USING (run, group_id, sibling, attempt);
+
 -- @incarnations
 CREATE TABLE incarnations AS
 WITH started AS (
     SELECT run, incarnation, run_id, event_offset AS first_offset, t, wall_us, host, pid,
-           lead(event_offset) OVER w AS next_offset, lead(t) OVER w AS next_t
+           lead(event_offset) OVER w AS next_offset, lead(t) OVER w AS next_t,
+           row_number() OVER w AS life
     FROM raw.run_started WINDOW w AS (PARTITION BY run ORDER BY event_offset)
 ), reach AS (
     SELECT run, max(event_offset) AS last_offset FROM event_index GROUP BY run
@@ -18,7 +65,7 @@ WITH started AS (
 ), restarts AS (
     SELECT run, event_offset, last_t FROM raw.restore_started
 )
-SELECT b.run, b.incarnation, b.run_id, b.host, b.pid, b.first_offset, b.last_offset, b.next_offset,
+SELECT b.run, b.life, b.incarnation, b.run_id, b.host, b.pid, b.first_offset, b.last_offset, b.next_offset,
        b.t / 1e6 AS started_s, coalesce(l.t, b.t) / 1e6 AS last_event_s, b.next_t / 1e6 AS next_started_s,
        b.wall_us / 1e6 AS started_wall_s,
        e.reason AS ended,
@@ -151,13 +198,11 @@ WITH RECURSIVE gone AS (
     WHERE reason IN ('payload_lost', 'prompt_group') GROUP BY ALL
 ), seals AS (
     SELECT s.run, s.group_id, count(*) AS sealed, sum(nullif(s.tokens, -1)) AS tokens, avg(s.reward) AS reward_mean,
-           max(s.t) AS last_seal_t, min(s.version_min) AS version_min, max(s.version_max) AS version_max
-    FROM raw.attempt_sealed s
-    ANTI JOIN (SELECT * FROM raw.attempt_abandoned WHERE reason IN ('payload_lost', 'prompt_group')) l
-        ON l.run = s.run AND l.group_id = s.group_id AND l.sibling = s.sibling AND l.attempt = s.attempt
+           max(s.sealed_t) AS last_seal_t, min(s.version_min) AS version_min, max(s.version_max) AS version_max
+    FROM attempt_rows s WHERE s.sealed_event_offset IS NOT NULL AND s.abandoned_offset IS NULL
     GROUP BY ALL
 ), dispatches AS (
-    SELECT run, group_id, min(t) AS first_t, count(*) AS dispatched FROM raw.attempt_dispatched GROUP BY ALL
+    SELECT run, group_id, min(dispatched_t) AS first_t, count(*) AS dispatched FROM attempt_rows GROUP BY ALL
 ), committed AS (
     SELECT run, group_id, max(event_offset) AS event_offset, arg_max(t, event_offset) AS t
     FROM raw.group_committed GROUP BY ALL
@@ -195,27 +240,14 @@ LEFT JOIN dispatches d USING (run, group_id)
 LEFT JOIN committed c USING (run, group_id);
 
 -- @attempts
-CREATE TABLE attempts AS
-WITH next_try AS (
-    SELECT run, group_id, sibling, attempt - 1 AS attempt, prefix FROM raw.attempt_dispatched WHERE attempt > 0
-), joined AS (
-    SELECT d.run, d.group_id, d.sibling, d.attempt, d.worker, d.branch, d.version, d.prefix,
-           d.t AS dispatched_t, d.event_offset AS dispatched_offset,
-           s.event_offset AS sealed_offset, s.t AS sealed_t, s.tokens AS sealed_tokens, s.reward, s.truncated,
-           s.prompt_tokens, s.version_min, s.version_max, s.adopted,
-           f.event_offset AS failed_offset, f.t AS failed_t, f.tokens AS failed_tokens, f.kind AS failed_kind, f.cause,
-           a.event_offset AS abandoned_offset, a.t AS abandoned_t, a.tokens AS abandoned_tokens, a.durable, a.reason,
-           n.prefix AS next_prefix
-    FROM raw.attempt_dispatched d
-    LEFT JOIN raw.attempt_sealed s USING (run, group_id, sibling, attempt)
-    LEFT JOIN raw.attempt_failed f USING (run, group_id, sibling, attempt)
-    LEFT JOIN raw.attempt_abandoned a USING (run, group_id, sibling, attempt)
-    LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
-), placed AS (
-    SELECT j.*, i.incarnation, i.next_offset, i.status AS life, i.died_min_s, i.died_max_s, i.last_event_s,
-           coalesce(j.sealed_offset, j.failed_offset, j.abandoned_offset) AS ended_offset,
+CREATE VIEW attempts AS
+WITH placed AS (
+    SELECT j.* EXCLUDE (tokens), j.tokens AS sealed_tokens, j.dispatched_event_offset AS dispatched_offset,
+           j.sealed_event_offset AS sealed_offset,
+           i.incarnation, i.next_offset, i.status AS life, i.died_min_s, i.died_max_s, i.last_event_s,
+           coalesce(j.sealed_event_offset, j.failed_offset, j.abandoned_offset) AS ended_offset,
            coalesce(j.sealed_t, j.failed_t, j.abandoned_t) AS ended_t
-    FROM joined j ASOF LEFT JOIN incarnations i ON i.run = j.run AND i.first_offset <= j.dispatched_offset
+    FROM attempt_rows j LEFT JOIN incarnations i ON i.run = j.run AND i.life = life_of(j.run, j.dispatched_event_offset)
 ), judged AS (
     SELECT *,
            -- ended in a later incarnation: the process that ran it had died before
