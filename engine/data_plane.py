@@ -319,16 +319,36 @@ class AttachedDataPlane(_RowClient):
         return client, config.controller.zmq_info.id, int(config.backend[backend].num_data_storage_units)
 
     async def _call(self, what: str, make: Callable[[Any], Awaitable[T]], timeout_s: float | None = None) -> T:
-        client = self._client
+        client, known = self._client, self._controller_id
         try:
             return await super()._call(what, make, timeout_s)
         except DataPlaneLost as lost:
-            log.warning("%s; attaching again", lost)
-        async with self._attaching:
-            if self._client is client:  # nobody else has done it meanwhile
-                await self.stop()
-                await self.start()
+            async with self._attaching:
+                if self._client is client:  # nobody else has done it meanwhile
+                    await self._attach_again(lost)
+            if self._controller_id == known:
+                raise  # it has not been restarted yet; that is the owner's business
         return await super()._call(what, make, timeout_s)
+
+    async def _attach_again(self, lost: DataPlaneLost) -> None:
+        """Find the service that took the place of a lost one. Raises ``lost`` if there is none."""
+        if await self._named_controller() is None:
+            raise lost
+        log.warning("%s; attaching again", lost)
+        await self.stop()
+        await self.start()
+
+    @staticmethod
+    async def _named_controller() -> Any:
+        import ray
+
+        def look() -> Any:
+            try:
+                return ray.get_actor(CONTROLLER_NAME, namespace=CONTROLLER_NAMESPACE)
+            except ValueError:
+                return None
+
+        return await call_in_daemon_thread(look, name="look for TransferQueue", timeout_s=2 * PROBE_AFTER_S, cause=str)
 
     async def stop(self) -> None:
         """Close the client; the service goes on."""

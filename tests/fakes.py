@@ -259,7 +259,7 @@ class SimDataPlane:
             units: list[dict[str, Row]] = [{} for _ in range(self.storage_units)]
             for number, (key, row) in enumerate(self._rows.items()):
                 units[number % self.storage_units][key] = row
-            files = {"index": msgspec.msgpack.encode(index)}
+            files = {"index": msgspec.msgpack.encode((self.storage_units, index))}
             files |= {f"unit-{number}": msgspec.msgpack.encode(rows) for number, rows in enumerate(units)}
             return write_files(self.storage, directory, files)
         finally:
@@ -269,9 +269,14 @@ class SimDataPlane:
         self._enter("load")
         files = read_verified(self.storage, directory, digests)
         await self.clock.sleep(self.save_seconds)
-        if len(files) - 1 != self.storage_units:
-            raise SnapshotMismatch(f"{len(files) - 1} storage units in the snapshot, {self.storage_units} here")
-        self._index = msgspec.msgpack.decode(files["index"], type=dict[str, int])
+        if "index" not in files:
+            raise CheckpointDamaged(f"{directory}: no digest of its index")
+        units, index = msgspec.msgpack.decode(files["index"], type=tuple[int, dict[str, int]])
+        if len(files) - 1 != units:
+            raise CheckpointDamaged(f"{directory}: {len(files) - 1} digests for {units} storage units")
+        if units != self.storage_units:
+            raise SnapshotMismatch(f"{units} storage units in the snapshot, {self.storage_units} here")
+        self._index = index
         self._rows = {}
         for name, data in files.items():
             if name.startswith("unit-"):
