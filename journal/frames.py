@@ -32,12 +32,14 @@ class EventTypes:
         self.decode_one = msgspec.msgpack.Decoder(union).decode
         self.encode = msgspec.msgpack.Encoder().encode
 
-    def check(self, event: Any, encoded: bytes) -> None:
-        """Raise JournalEventRefused unless the bytes read back as a registered event."""
+    def encode_checked(self, event: Any) -> bytes:
+        """Encode, and raise JournalEventRefused unless the bytes read back as a registered event."""
+        encoded = self.encode(event)
         try:
             self.decode_one(encoded)
         except msgspec.MsgspecError as error:
             raise JournalEventRefused(f"{type(event).__name__} would not read back: {error}") from error
+        return encoded
 
 
 def _classes(types: Any) -> tuple[type, ...]:

@@ -12,25 +12,24 @@ import os
 import threading
 import time
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from .clock import Clock, SystemClock
 from .errors import (
     JournalClosed,
     JournalError,
-    JournalEventRefused,
     JournalFailed,
     JournalForked,
-    JournalOverrun,
     JournalTimeout,
 )
+from .event_queue import EventQueue
 from .flusher import Flusher
 from .format import JOURNAL_ID_BYTES_MAX
-from .frames import Batch, EventTypes
+from .frames import EventTypes
 from .lifecycle import LIVE
 from .lock import DirectoryLock
 from .opening import OpenedSink, open_sink
-from .options import EVENT_OVERHEAD_BYTES, JournalMetrics, JournalOptions
+from .options import JournalMetrics, JournalOptions
 from .prune import PruneReport, prune_locked
 from .storage import RealStorage, Storage
 from .waiters import Waiters, fresh
@@ -42,8 +41,13 @@ _IDLE_AFTER_S = 1.0
 _JOIN_S = 10.0
 
 
-class JournalWriter(Generic[E]):
+class JournalWriter(EventQueue[E]):
     """See the module. Made by ``open``; used from any thread; a context manager that closes."""
+
+    __slots__ = (
+        "_closed", "_dir_lock", "_dropped", "_durable_changed", "_pid", "_release_in_thread", "_storage", "_thread",
+        "_thread_ended", "_waiters", "incarnation", "journal_id", "recovery",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -56,34 +60,16 @@ class JournalWriter(Generic[E]):
         opened: OpenedSink,
     ) -> None:
         """Use ``open``."""
-        self.directory = directory
-        self.options = options
+        super().__init__(directory, types, options, clock, opened.report.next_offset)
         self.journal_id = opened.journal_id
         self.incarnation = opened.incarnation
         self.recovery = opened.report
-        self._types = types
-        self._classes = types.classes
-        self._encode = types.encode
-        self._check = types.check if options.check_events else None
         self._storage = storage
-        self._clock = clock
         self._dir_lock = lock
-        self._lock = threading.Lock()
-        self._pending: list[bytes] = []
-        self._pending_since = clock.monotonic()
-        self._pending_cost = 0
-        self._sealed: list[Batch] = []
-        self._rotate_next = False
-        self._next = opened.report.next_offset
-        self._appended_cost = 0
-        self._limit = options.backlog_max_bytes  # -1: the next append takes the slow path
-        self._refusal: JournalError | None = None
-        self._idle = False
         self._closed = False
         self._dropped = self._release_in_thread = self._thread_ended = False
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
         self._durable_changed = threading.Condition()
         self._waiters = Waiters(self._waiter_state)
         self._flusher = Flusher(opened.sink, options, clock, lock, self._take)
@@ -132,105 +118,12 @@ class JournalWriter(Generic[E]):
         LIVE.add(writer)
         return writer
 
-    # ------------------------------------------------------------------ appending
-
-    def append(self, event: E) -> int:
-        """Encode and queue one event; its offset. No I/O; about half a microsecond.
-
-        Raises JournalEventRefused, JournalClosed, JournalFailed, JournalForked, or JournalOverrun at the hard bound
-        of the backlog; in each case nothing was queued and no offset used.
-        """
-        if type(event) not in self._classes:
-            raise JournalEventRefused(f"{type(event).__name__} is not one of this journal's event types")
-        data = self._encode(event)
-        if self._check is not None:
-            self._check(event, data)
-        with self._lock:
-            total = self._appended_cost + len(data) + EVENT_OVERHEAD_BYTES
-            if total > self._limit:
-                self._admit(total)
-            self._appended_cost = total
-            offset = self._next
-            self._next = offset + 1
-            self._pending.append(data)
-        return offset
-
-    def _admit(self, total: int) -> None:
-        """The slow path of ``append``, under the lock: wake an idle flush thread, or refuse."""
-        if self._refusal is not None:
-            raise fresh(self._refusal)
-        if self._idle:
-            self._idle = False
-            self._pending_since = self._clock.monotonic()
-            self._limit = self._flusher.durable_cost + self.options.backlog_max_bytes
-            self._wake.set()
-        if total > self._limit:
-            raise JournalOverrun(
-                f"{self.directory}: {self._appended_cost - self._flusher.durable_cost} bytes wait for the storage, the "
-                f"bound is {self.options.backlog_max_bytes} (journal.backlog_max_bytes). The last failure was: "
-                f"{self._flusher.last_error or 'none, it is only slow'}"
-            )
-
-    def rotate(self, image: E | None = None) -> int | None:
-        """Begin a new segment with the next event; with ``image``, that is its first event, and flagged.
-
-        A fold may begin at an image. Returns the image's offset. No I/O on the caller.
-        """
-        if image is None:
-            with self._lock:
-                self._refuse_if_ended()
-                self._seal_pending()
-                self._rotate_next = True
-            return None
-        if type(image) not in self._classes:
-            raise JournalEventRefused(f"{type(image).__name__} is not one of this journal's event types")
-        data = self._encode(image)
-        cost = len(data) + EVENT_OVERHEAD_BYTES
-        with self._lock:
-            if self._appended_cost + cost > self._limit:
-                self._admit(self._appended_cost + cost)
-            self._seal_pending()
-            self._appended_cost += cost
-            offset = self._next
-            self._next = offset + 1
-            self._sealed.append(Batch(offset, [data], cost, True, True, self._clock.monotonic()))
-            self._rotate_next = False
-        return offset
-
-    def _seal_pending(self) -> None:
-        """Under the lock: make a batch of what is pending."""
-        now = self._clock.monotonic()
-        if self._pending:
-            cost = self._appended_cost - self._pending_cost
-            first = self._next - len(self._pending)
-            self._sealed.append(Batch(first, self._pending, cost, self._rotate_next, False, self._pending_since))
-            self._pending = []
-            self._rotate_next = False
-        self._pending_since = now
-        self._pending_cost = self._appended_cost
-
-    def _take(self) -> list[Batch]:
-        """For the flusher: everything queued so far."""
-        with self._lock:
-            self._seal_pending()
-            taken, self._sealed = self._sealed, []
-            return taken
-
-    def _refuse_if_ended(self) -> None:
-        if self._refusal is not None:
-            raise fresh(self._refusal)
-
     # ------------------------------------------------------------------ durability
 
     @property
     def threaded(self) -> bool:
         """Whether a flush thread works for this writer; else its owner calls ``pump``."""
         return self._thread is not None
-
-    @property
-    def next_offset(self) -> int:
-        """Offset that the next event will get."""
-        return self._next
 
     @property
     def durable_upto(self) -> int:
