@@ -92,7 +92,9 @@ class ControllerHost:
             prompts=JsonlPrompts(config.data.train, shuffle=config.data.shuffle, seed=config.data.seed),
             sampler=sampler_of(config),
             trainer=RayTrainer(config),
-            data_plane=TransferQueueDataPlane(storage_units=config.data_plane.storage_units),
+            data_plane=TransferQueueDataPlane(
+                storage_units=config.data_plane.storage_units, start_timeout_s=config.ray.start_timeout_s
+            ),
             worker_factory=RayWorkerFactory(config, run_id=opened.identity.run_id, clock=opened.clock),
             payloads=PayloadStore(payload_root) if config.data_plane.payloads == "full" else None,
             folders=RealFolders(),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..journal.errors import JournalError
-from .config_keys import SAMPLER_KNOBS, SAMPLER_STAMPING, Config
+from .config_keys import SAMPLER_KNOBS, SAMPLER_STAMPING, Config, SamplerConfig
 
 
 def first_problem(config: Config) -> str | None:
@@ -176,7 +176,12 @@ def oddities(config: Config, given: frozenset[str]) -> list[str]:
     known = SAMPLER_KNOBS.get(sampler.name)
     if known is not None:
         others = {knob for knobs in SAMPLER_KNOBS.values() for knob in knobs} - set(known)
-        set_in_vain = sorted(knob for knob in others if f"async_rl.sampler.{knob}" in given)
+        untouched = SamplerConfig()  # a resolved configuration spells every default out: those are no one's purpose
+        set_in_vain = sorted(
+            knob
+            for knob in others
+            if f"async_rl.sampler.{knob}" in given and getattr(sampler, knob) != getattr(untouched, knob)
+        )
         found += [f"async_rl.sampler.{knob} has no meaning for sampler {sampler.name}" for knob in set_in_vain]
     if failure.on_dropped_prompt == "replace":
         if sampler.name not in SAMPLER_STAMPING:

@@ -47,7 +47,7 @@ class TrainerProcess:
         self._config = config
         self._rank = rank
         self._world_size = world_size
-        self._data_plane = AttachedDataPlane()
+        self._data_plane = AttachedDataPlane(start_timeout_s=config.ray.start_timeout_s)
         self._queue = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._trainer: Any = None
         self._fetched: tuple[int, list[list[Row]]] | None = None

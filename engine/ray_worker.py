@@ -103,7 +103,7 @@ class WorkerProcess:
             ),
             encode=lambda prompt: render(prompt.row, self._tokenizer, chat_template=config.model.chat_template),
             score=ThreadedScore(score, timeout_s=config.reward.timeout_s),
-            data_plane=AttachedDataPlane(),
+            data_plane=AttachedDataPlane(start_timeout_s=config.ray.start_timeout_s),
             clock=AnchoredClock(*self._anchor),
         )
 

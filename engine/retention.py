@@ -10,7 +10,8 @@ from .workers import WorkerPool
 def payload_needs(state: State) -> tuple[dict[str, int], set[str]]:
     """What live groups refer to, O(alive).
 
-    Payload journal -> first offset of a sealed payload in it; and the journals that hold the latest attempt of an unsealed sibling, of which everything is needed (protocol rules 9, 10).
+    Payload journal -> first offset of a sealed payload in it; and the journals that hold the latest attempt of an
+    unsealed sibling, of which everything is needed (protocol rules 9, 10).
     """
     sealed: dict[str, int] = {}
     whole: set[str] = set()
