@@ -118,7 +118,8 @@ def _show(folder: Path) -> None:
     from .errors import DemoFailed
 
     config_file = folder / "config.yaml"
-    run = Path(load_config(config_file).run_dir)
+    config = load_config(config_file)
+    run = Path(config.run_dir)
     command = [sys.executable, "-m", "unlost.cli", "train", str(config_file)]
 
     print("\n[1] unlost train config.yaml", flush=True)
@@ -141,7 +142,7 @@ def _show(folder: Path) -> None:
     found, final = read_figures(run, death), fold_run(run).summary()
 
     print("\n[4] what it came to, from the journal\n", flush=True)
-    print_figures(found, final)
+    print_figures(found, final, config.journal.progress_interval_tokens)
     print(f"\nlook closer: unlost replay {run}; unlost events {run}; unlost verify {run}")
     wrong = problems(death, final, found)
     if wrong:

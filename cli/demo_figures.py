@@ -80,7 +80,6 @@ class Figures:
     counters: dict[str, int] = field(default_factory=dict)
     restore_seconds: float = 0.0
     interrupted: int = 0
-    interrupted_tokens: int = 0
     prefixes: int = 0
     incarnations: int = 0
     ended: str = ""
@@ -113,7 +112,6 @@ def figures(events: Iterable[tuple[int, Event]], death: Owned) -> Figures:
             found.counters, found.restore_seconds = event.counters, event.seconds
         elif isinstance(event, ev.AttemptAbandoned) and after and event.reason == ev.ABANDON_RESTART:
             found.interrupted += 1
-            found.interrupted_tokens += event.tokens
         elif isinstance(event, ev.AttemptDispatched) and after:
             found.prefixes += event.prefix > 0
             if (event.group, event.sibling) in death.sealed:

@@ -29,14 +29,16 @@ def print_owned(death: Owned) -> None:
     )
 
 
-def print_figures(found: Figures, final: dict[str, Any]) -> None:
-    """What the restart reused, did again and threw away, and how the run ended. ``final``: the last state's summary."""
+def print_figures(found: Figures, final: dict[str, Any], progress_interval_tokens: int) -> None:
+    """What the restart reused, did again and threw away, and how the run ended. ``final``: the last state's summary.
+
+    What a killed worker had generated since its last progress record is in no journal; only a bound is known.
+    """
     counters, prompts = found.counters, final["prompts"]
     rolled_back = "none"
     if found.rolled_back:
         before, after = found.rolled_back
         rolled_back = f"{before} to {after}; {counters.get('groups_rolled_back')} groups came back from the journal"
-    reused = counters.get("prefix_tokens_reused", 0)
     one_place = "yes" if prompts["holds"] else "NO"
     end = f"{found.ended or 'not ended'} at step {final['trainer']['version']}, incarnation {found.incarnations}"
     print_fields(
@@ -49,9 +51,10 @@ def print_figures(found: Figures, final: dict[str, Any]) -> None:
             ("  of these finished unseen", counters.get("attempts_adopted")),
             ("  siblings run again", counters.get("siblings_rerun")),
             ("  of these from a prefix", found.prefixes),
-            ("  prefix tokens reused", reused),
+            ("  prefix tokens reused", counters.get("prefix_tokens_reused")),
             ("attempts cut off by the kill", found.interrupted),
-            ("  durable tokens thrown away", max(0, found.interrupted_tokens - reused)),
+            ("  durable tokens thrown away", counters.get("tokens_lost_known")),
+            ("  not yet journaled, lost", f"about {progress_interval_tokens} tokens each at most"),
             ("finished siblings generated again", len(found.sealed_again)),
             ("groups trained twice", len(found.trained_twice)),
             ("prompts handed out", f"{prompts['handed_out']}, each in exactly one place: {one_place}"),

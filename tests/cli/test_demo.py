@@ -28,6 +28,7 @@ COUNTERS = {
     "groups_rolled_back": 2,
     "prefix_tokens_reused": 5,
     "attempts_adopted": 0,
+    "tokens_lost_known": 2,
 }
 
 
@@ -83,7 +84,7 @@ def test_figures_of_a_resumed_run():
 
     assert found.counters == COUNTERS
     assert found.rolled_back == (1, 0)
-    assert (found.interrupted, found.interrupted_tokens, found.prefixes) == (2, 7, 1)
+    assert (found.interrupted, found.prefixes) == (2, 1)
     assert found.rewards == [(0, 0.3), (1, 0.7)]
     assert (found.trained_twice, found.sealed_again) == ([], [])
     assert (found.incarnations, found.ended) == (2, "finished")
@@ -151,7 +152,7 @@ def test_output_for_people(capsys):
     """Both tables name the figures; the curve has first and last reward."""
     found = figures(enumerate(resumed()), at_death())
     print_owned(at_death())
-    print_figures(found, summary(resumed()))
+    print_figures(found, summary(resumed()), 8)
     lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
 
     assert "siblings finished 1" in lines
@@ -159,6 +160,7 @@ def test_output_for_people(capsys):
     assert "trainer steps rolled back 1 to 0; 2 groups came back from the journal" in lines
     assert "prefix tokens reused 5" in lines
     assert "durable tokens thrown away 2" in lines
+    assert "not yet journaled, lost about 8 tokens each at most" in lines
     assert "run finished at step 2, incarnation 2" in lines
     assert "prompts handed out 4, each in exactly one place: yes" in lines
 
