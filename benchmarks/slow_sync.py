@@ -215,9 +215,9 @@ def run(quick: bool) -> Result:
         order=50,
         method=(
             f"{RATE:,} events/s on an asyncio loop while every fdatasync takes the given time more (a wrapper around "
-            "the real storage). Every 20 ms the loss window that `metrics()` shows is compared with the age of the oldest "
-            "event that is not durable, known from the appends' own times. The flush interval adapts to the syncs, up "
-            "to `flush_interval_ms_max` (1 s)."
+            "the real storage). Every 20 ms the loss window that `metrics()` shows is compared with the age of the "
+            "oldest event that is not durable, known from the appends' own times. The flush interval adapts to the "
+            "syncs, up to `flush_interval_ms_max` (1 s)."
         ),
         tables=[
             Table("", COLUMNS, [c.row() for c in cases]),
