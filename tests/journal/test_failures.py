@@ -505,21 +505,22 @@ def test_slow_syncs_are_shown_not_felt(delay_s: float) -> None:
     storage = SimStorage()
     writer = open_writer(storage, threaded=True, flush_interval_ms=5)
     storage.faults.append(Fault("sync", delay_s=delay_s, times=1000, name=".zst"))
-    worst = 0.0
+    took: list[float] = []
     begin = time.monotonic()
     oldest: dict[int, float] = {}
     while time.monotonic() - begin < 4 * delay_s:
         started = time.perf_counter()
         offset = writer.append(Note(0))
-        worst = max(worst, time.perf_counter() - started)
+        took.append(time.perf_counter() - started)
         oldest[offset] = time.monotonic()
         time.sleep(0.001)
+        now = time.monotonic()
         metrics = writer.metrics()
         if metrics.durable_upto <= offset:
-            age = time.monotonic() - oldest[metrics.durable_upto]
-            assert metrics.durable_lag_seconds >= age - 0.05
-            assert metrics.loss_window_seconds >= age - 0.05
-    assert worst < delay_s / 2
+            age = now - oldest[metrics.durable_upto]
+            assert metrics.durable_lag_seconds >= age
+            assert metrics.loss_window_seconds >= age
+    assert sorted(took)[len(took) * 99 // 100] < delay_s / 10
     assert writer.metrics().flush_interval_ms_effective > 5
     storage.faults.clear()
     writer.close()

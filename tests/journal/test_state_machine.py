@@ -262,4 +262,4 @@ TestJournal.settings = some(60, 30)
 @pytest.mark.slow
 def test_many_more_steps() -> None:
     """The same machine, longer and wider."""
-    run_state_machine_as_test(JournalMachine, settings=some(500, 50))
+    run_state_machine_as_test(JournalMachine, settings=some(300, 40))
