@@ -15,6 +15,9 @@ from tests.journal.matrix import DIRECTORY, Base, Case, build, open_writer, sing
 from tests.sim_storage import SimStorage
 from unlost.journal import JournalDamaged, JournalReader, JournalWriter, verify
 
+SUMMARIES: list[str] = []
+"""Cases tried, by outcome; printed at the end of the run."""
+
 Counts = collections.Counter[str]
 
 
@@ -51,7 +54,7 @@ def tally(base: Base, cases: Iterable[Case], *, watermark: bool = True) -> tuple
 
 
 def show(title: str, counts: Counts) -> None:
-    print(f"\n{title}: " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
+    SUMMARIES.append(f"{title}: " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
 
 
 def test_the_base_journal_reads_back_whole() -> None:
