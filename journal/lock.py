@@ -8,8 +8,6 @@ is dead says so (``take_over``). A holder that was taken over finds that out at 
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 from typing import Any
 
 import msgspec
@@ -45,6 +43,11 @@ def _first_line(path: str) -> str:
             return file.readline().strip()
     except OSError:
         return ""
+
+
+def host_name() -> str:
+    """Network name of this machine."""
+    return os.uname().nodename
 
 
 def boot_id() -> str:
@@ -86,11 +89,11 @@ class DirectoryLock:
                 _refuse_living(lock, directory, previous, clock)
             now = clock.wall_ns()
             me = Holder(
-                socket.gethostname(),
+                host_name(),
                 boot_id(),
                 os.getpid(),
                 process_start(os.getpid()),
-                secrets.token_hex(8),
+                os.urandom(8).hex(),
                 0,
                 now,
                 now,
@@ -175,7 +178,7 @@ def _peek(storage: Storage, path: str) -> Holder | None:
 def _refuse_living(lock: StorageLock, directory: str, previous: Holder, clock: Clock) -> None:
     """Raise JournalLocked unless the previous holder is certainly gone."""
     same_kernel = bool(previous.boot) and previous.boot == boot_id()
-    if same_kernel or previous.host == socket.gethostname():
+    if same_kernel or previous.host == host_name():
         if lock.enforced or not same_kernel:
             return  # the kernel gave us the lock, or the machine was restarted: the holder is dead
         if not previous.process_start or process_start(previous.pid) != previous.process_start:

@@ -5,10 +5,13 @@ However many wait, the flush thread schedules one callback per event loop and fl
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # asyncio takes 50 ms to load; whoever waits in a loop has it already, and tools do not need it
+    import asyncio
 
 
 def fresh(failure: BaseException) -> BaseException:
@@ -44,7 +47,7 @@ class Waiters:
         with self._lock:
             mine.sequence += 1
             heapq.heappush(mine.durable, (offset, mine.sequence, future))
-        self._settle(asyncio.get_running_loop())  # it may have become durable since the caller looked
+        self._settle(future.get_loop())  # it may have become durable since the caller looked
         await future
 
     async def room(self) -> None:
@@ -52,11 +55,13 @@ class Waiters:
         future, mine = self._enter()
         with self._lock:
             mine.room.append(future)
-        self._settle(asyncio.get_running_loop())
+        self._settle(future.get_loop())
         await future
 
     def _enter(self) -> tuple[asyncio.Future[None], _LoopWaiters]:
-        loop = asyncio.get_running_loop()
+        from asyncio import get_running_loop
+
+        loop = get_running_loop()
         with self._lock:
             return loop.create_future(), self._loops.setdefault(loop, _LoopWaiters())
 

@@ -399,7 +399,7 @@ def test_the_holder_on_another_machine_is_respected(monkeypatch) -> None:
     storage = SimStorage()
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(lock_module, "boot_id", lambda: "another boot")
-        elsewhere.setattr(lock_module.socket, "gethostname", lambda: "node-7")
+        elsewhere.setattr(lock_module, "host_name", lambda: "node-7")
         writer = open_writer(storage)
         writer.append(Note(0))
         writer.sync()
