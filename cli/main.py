@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from . import config, demo, events, plan, replay, train, verify
+from . import config, demo, events, mend, plan, replay, train, verify
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -63,6 +63,8 @@ app.command(no_args_is_help=True)(verify.verify)
 app.command(no_args_is_help=True)(plan.plan)
 app.command(no_args_is_help=True)(plan.checkpoints)
 app.command(no_args_is_help=True)(plan.fork)
+app.command(no_args_is_help=True)(mend.repair)
+app.command(no_args_is_help=True)(mend.prune)
 app.command(no_args_is_help=True)(config.config)
 
 

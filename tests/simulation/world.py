@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.fakes import JournalClock, SimDataPlane, SimPlan, SimTrainer, SimWorker, VirtualLoop, write_files
+from tests.fakes import JournalClock, SimDataPlane, SimPlan, SimTrainer, SimWorker, VirtualLoop, sim_reward, write_files
 from tests.sim_storage import SimCrash, SimStorage
 from unlost.engine.config import Config, build_config, semantic_settings
 from unlost.engine.controller import Identity, Parts, SingleController
@@ -109,6 +109,8 @@ async def _turn() -> None:
 
 
 async def inline(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Stands in for a thread: what it does is done later, and other things happen before."""
+    await asyncio.sleep(0.0007)
     return function(*arguments)
 
 
@@ -127,6 +129,34 @@ class RunClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+
+class Hooks:
+    """What an onlooker may put between the parts. Here: nothing."""
+
+    def writer(self, life: Incarnation, writer: JournalWriter[Any]) -> Any:
+        return writer
+
+    def plane(self, life: Incarnation, clock: RunClock) -> SimDataPlane:
+        return SimDataPlane(clock, storage=life.world.storage, storage_units=life.world.config.data_plane.storage_units)
+
+    def trainer(self, life: Incarnation, clock: RunClock, plane: SimDataPlane) -> SimTrainer:
+        return SimTrainer(clock, plane, storage=life.world.storage)
+
+    def folders(self, life: Incarnation) -> SimFolders:
+        return SimFolders(life.world.storage)
+
+    def worker(self, life: Incarnation, worker: SimWorker) -> None:
+        """A worker was made, not yet started."""
+
+    def opened(self, life: Incarnation) -> None:
+        """The journal is open and folded; nothing was written yet."""
+
+    def progress(self, life: Incarnation, progress: Progress) -> None:
+        life.world.progress.append(progress)
+
+    def ended(self, life: Incarnation) -> None:
+        """The life is over, by whatever end; its storage is as it left it."""
 
 
 def sim_config(**overrides: Any) -> Config:
@@ -166,6 +196,7 @@ class World:
 
     config: Config
     seed: int = 0
+    run_id: str = "sim"
     rows: int = 1000
     storage: SimStorage = field(default_factory=SimStorage)
     now_us: int = 0
@@ -174,6 +205,9 @@ class World:
     script: Callable[[AttemptKey, int], SimPlan] | None = None
     trained: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
+    hooks: Hooks = field(default_factory=Hooks)
+    reward: Callable[[Prompt, Sequence[int]], float] = sim_reward
+    zombies: list[tuple[Incarnation, VirtualLoop]] = field(default_factory=list)
 
     def plan(self, key: AttemptKey, seed: int) -> SimPlan:
         """Response lengths depend on the sibling alone, so that a retry is the same response."""
@@ -198,32 +232,71 @@ class World:
         restore: str = "latest",
         kill_at_s: float | None = None,
         stop_at_s: float | None = None,
+        limit_s: float = 3600.0,
         arrange: Callable[[Incarnation], None] | None = None,
+        undead: bool = False,
     ) -> Incarnation:
-        """One process life. ``kill_at_s``: the process dies at that moment of virtual time."""
+        """One process life. ``kill_at_s``: the process dies at that moment of virtual time.
+
+        ``undead``: it only seems to die; whoever comes next finds its lock without effect, and it can be let run on
+        (``shamble``). Raises Stuck if the life is not over after ``limit_s``.
+        """
         life = Incarnation(self)
         self.incarnations += 1
-        if arrange is not None:
-            arrange(life)
-        loop = VirtualLoop()
+        life.undead = undead
+        loop = life.loop = VirtualLoop()
         asyncio.set_event_loop(loop)
         try:
+            life.death = loop.create_future()
             task = loop.create_task(life.run(restore, stop_at_s))
+            if arrange is not None:
+                arrange(life)
             if kill_at_s is not None:
                 loop.call_later(kill_at_s, life.die)
+            limit = loop.call_later(limit_s, loop.stop)
             try:
-                loop.run_until_complete(asyncio.wait((task, life.death(loop)), return_when=asyncio.FIRST_COMPLETED))
+                loop.run_until_complete(asyncio.wait((task, life.death), return_when=asyncio.FIRST_COMPLETED))
                 life.killed = life.dead
                 if not life.killed:
                     life.outcome = task.result()
             except SimCrash:
                 life.killed = True
+            except RuntimeError as error:
+                raise Stuck(f"not over after {limit_s} s of virtual time: {error}") from error
             finally:
-                life.end(loop)
+                limit.cancel()
+                if life.killed and undead:
+                    self.zombies.append((life, loop))
+                    life.account(loop)
+                else:
+                    self.bury(life, loop)
         finally:
             asyncio.set_event_loop(None)
-            loop.close()
         return life
+
+    def bury(self, life: Incarnation, loop: VirtualLoop) -> None:
+        """End a life's loop, and those of the undead before it."""
+        for other, other_loop in [*self.zombies, (life, loop)]:
+            asyncio.set_event_loop(other_loop)
+            other.end(other_loop)
+            other_loop.close()
+        self.zombies.clear()
+        self.storage.kill_process()
+        self.hooks.ended(life)
+
+    def shamble(self, seconds: float) -> None:
+        """Let the undead run on for so long, from a callback of the living one's loop."""
+        here = asyncio.get_running_loop()
+        for _, loop in self.zombies:
+            asyncio._set_running_loop(None)  # type: ignore[arg-type]
+            loop.call_later(seconds, loop.stop)
+            with contextlib.suppress(SimCrash):
+                loop.run_forever()
+            asyncio._set_running_loop(here)
+
+
+class Stuck(AssertionError):
+    """A run that neither ends nor fails."""
 
 
 class Incarnation:
@@ -243,6 +316,9 @@ class Incarnation:
         self.dead = False
         self.clock: RunClock | None = None
         self.before_start: Callable[[], None] | None = None
+        self.undead = False
+        self.loop: VirtualLoop | None = None
+        self.death: asyncio.Future[None] | None = None
 
     async def run(self, restore: str, stop_at_s: float | None) -> Outcome:
         world, config = self.world, self.world.config
@@ -250,23 +326,28 @@ class Incarnation:
         for path in ("run", PAYLOADS, CHECKPOINTS):
             await SimFolders(storage).make(path)
         clock = self.clock = RunClock(world.now_us)
+        storage.enforce_locks = not world.zombies
         self.writer = JournalWriter.open(
             EVENTS,
             EVENT_TYPES,
-            journal_id="sim",
+            journal_id=world.run_id,
             options=config.journal.options(),
             storage=storage,
             threaded=False,
             clock=JournalClock(clock),
+            take_over=bool(world.zombies),
         )
         state = self.state = fold_reader(world.reader()) if self.writer.next_offset else State()
         assert state.offset == self.writer.next_offset
-        self.plane = SimDataPlane(clock, storage=storage)
-        self.trainer = SimTrainer(clock, self.plane, storage=storage)
+        hooks = world.hooks
+        hooks.opened(self)
+        self.plane = hooks.plane(self, clock)
+        self.trainer = hooks.trainer(self, clock, self.plane)
+        self.journal = hooks.writer(self, self.writer)
         pump = asyncio.create_task(self._flush())
         sampler = config.async_rl.sampler
         parts = Parts(
-            writer=self.writer,
+            writer=self.journal,
             state=state,
             clock=clock,
             prompts=SimPrompts(world.rows),
@@ -276,17 +357,18 @@ class Incarnation:
                 warmup_lookahead_versions=sampler.warmup_lookahead_versions,
                 max_staleness_versions=sampler.max_staleness_versions,
                 sample_freshest_first=sampler.sample_freshest_first,
+                custom_class=sampler.class_ or "",
             ),
             trainer=self.trainer,
             data_plane=self.plane,
             worker_factory=self._worker,
             payloads=PayloadStore(PAYLOADS, storage) if config.data_plane.payloads == "full" else None,
-            folders=SimFolders(storage),
+            folders=hooks.folders(self),
             payload_root=PAYLOADS,
             blocking=inline,
         )
-        identity = Identity("sim", self.writer.incarnation, {"dataset": "d"}, semantic_settings(config), {})
-        self.controller = SingleController(config, parts, identity, world.progress.append, self.stop)
+        identity = Identity(world.run_id, self.writer.incarnation, {"dataset": "d"}, semantic_settings(config), {})
+        self.controller = SingleController(config, parts, identity, self._progress, self.stop)
         if stop_at_s is not None:
             asyncio.get_running_loop().call_later(stop_at_s, self.stop.set, "signal", "test")
         if self.before_start is not None:
@@ -294,6 +376,9 @@ class Incarnation:
         outcome = await self.controller.run(restore)
         pump.cancel()
         return outcome
+
+    def _progress(self, progress: Progress) -> None:
+        self.world.hooks.progress(self, progress)
 
     async def _worker(self, worker_id: int, journal_name: str) -> RolloutWorker:
         world, config = self.world, self.world.config
@@ -312,35 +397,43 @@ class Incarnation:
             script=world.plan,
             storage=world.storage,
             journal_options=config.journal.options(),
+            reward=world.reward,
         )
+        world.hooks.worker(self, worker)
         self.workers.append(worker)
         return worker
 
     async def _flush(self) -> None:
         """The flush thread of the event journal."""
-        assert self.writer is not None
         while True:
             await asyncio.sleep(self.world.config.journal.flush_interval_ms / 1000)
-            self.writer.pump()
-
-    def death(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-        """Done when ``die`` was called."""
-        self._death = loop.create_future()
-        return self._death
+            self.journal.pump()
 
     def die(self) -> None:
         """SIGKILL: nothing that this life does from here on has an effect."""
+        if self.dead:
+            return
         self.dead = True
-        self.world.storage.crashed = True
-        if not self._death.done():
-            self._death.set_result(None)
+        if not self.undead:
+            self.world.storage.crashed = True
+        assert self.death is not None
+        if not self.death.done():
+            self.death.set_result(None)
+
+    def account(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What the outside knows of this life, from the parts' own counters."""
+        world = self.world
+        assert self.clock is not None
+        world.now_us = max(world.now_us, self.clock._start + round(loop.time() * 1e6))
+        world.generated.append({w.worker_id: w.generator.generated_tokens for w in self.workers if w.generator})
+        if self.trainer is not None:
+            world.trained.extend((world.incarnations, step, keys) for step, keys in enumerate(self.trainer.trained))
 
     def end(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Clean up after an end of either kind; counts what the workers generated, from their own counters."""
-        assert self.clock is not None
+        """Clean up after an end of either kind."""
         world = self.world
-        world.now_us = self.clock._start + round(loop.time() * 1e6)
-        world.generated.append({w.worker_id: w.generator.generated_tokens for w in self.workers if w.generator})
+        if not self.undead and self.clock is not None:
+            self.account(loop)
         world.storage.crashed = True
         journals = [self.writer, *(worker.journal for worker in self.workers)]
         for worker in self.workers:
@@ -349,6 +442,7 @@ class Incarnation:
             if journal is not None:
                 with contextlib.suppress(SimCrash):
                     journal.abandon()
+        loop.set_exception_handler(lambda *_: None)
         for _ in range(5):
             for task in asyncio.all_tasks(loop):
                 task.cancel()
@@ -356,10 +450,6 @@ class Incarnation:
                 loop.run_until_complete(_turn())
         for task in asyncio.all_tasks(loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-        loop.set_exception_handler(lambda *_: None)
-        world.storage.kill_process()
-        if self.trainer is not None:
-            world.trained.extend((self.world.incarnations, step, keys) for step, keys in enumerate(self.trainer.trained))
 
 
 def cut_power(world: World, seed: int, mode: str = "tear") -> None:
