@@ -100,7 +100,9 @@ def test_an_unacknowledged_tail_is_cut_and_never_more() -> None:
     name = base.segments[-1]
     tail_starts = next(start for start, _, offset in base.frames[name] if offset >= base.acknowledged)
     counts: Counts = collections.Counter()
-    for case in single_damages(base, flips_per_byte=1):
+    for number, case in enumerate(single_damages(base, flips_per_byte=1)):
+        if number % 4:
+            continue
         byte = int(case.label.partition("@")[2].partition(".")[0])
         in_tail = name in case.label and byte >= tail_starts
         result = outcome(base, Case(case.label, case.files, None if in_tail else case.place))
@@ -175,7 +177,7 @@ def test_the_independent_reader_agrees(tmp_path) -> None:
     base = build(unacknowledged=2)
     plain = [msgspec.msgpack.decode(msgspec.msgpack.encode(event)) for event in base.events]
     for number, case in enumerate([Case("none", base.files, None), *single_damages(base, flips_per_byte=1)]):
-        if number % 11:
+        if number % 23:
             continue
         folder = tmp_path / str(number)
         folder.mkdir()
