@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Final
@@ -29,8 +29,12 @@ _HARD_EXIT_CODE: Final = 130
 
 
 @contextmanager
-def stopping(stop: StopRequest, config: StopConfig) -> Iterator[None]:
-    """Route signals and the deadline to ``stop`` while the block runs. On the main thread only."""
+def stopping(stop: StopRequest, config: StopConfig) -> Iterator[Callable[[], None]]:
+    """Route signals and the deadline to ``stop`` while the block runs. On the main thread only.
+
+    Yields a function that puts the handlers in place again, to be called every now and then: when Ray's core starts, it
+    installs a SIGTERM handler of its own below Python's, which aborts the process three seconds later.
+    """
     from ..engine.progress import REASON_DEADLINE, REASON_INTERRUPTED, REASON_SIGNAL
 
     interrupts = 0
@@ -44,6 +48,7 @@ def stopping(stop: StopRequest, config: StopConfig) -> Iterator[None]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
         nonlocal interrupts
+        signal.alarm(0)  # should Ray's handler have come first: it has set the alarm that aborts
         if number == signal.SIGINT:
             interrupts += 1
             if interrupts > 2:
@@ -64,12 +69,18 @@ def stopping(stop: StopRequest, config: StopConfig) -> Iterator[None]:
     numbers = {signal.SIGINT, signal.SIGTERM}
     if config.signal is not None:
         numbers.add(signal.Signals[config.signal])
-    before = {number: signal.signal(number, on_signal) for number in numbers}
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def install() -> None:
+        for number in numbers:
+            signal.signal(number, on_signal)
+
+    install()
     if config.deadline_s is not None:
         seconds = config.deadline_s - config.grace_s
         start_timer(seconds, REASON_DEADLINE, f"deadline of {config.deadline_s:g} s")
     try:
-        yield
+        yield install
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ..engine.config import Config
     from ..engine.progress import Outcome, StopRequest
     from .progress_view import ProgressView
+
+_LOOK_S: Final = 0.2
 
 
 def train(
@@ -48,8 +51,12 @@ def train(
     from .signals import stopping
 
     stop = StopRequest()
-    with progress_view() as view, stopping(stop, config.stop):
-        outcome = _run_beside(config, view, stop, restore=restore, take_over=take_over)
+    with progress_view() as view, stopping(stop, config.stop) as keep_handlers:
+        thread, result = _start_engine(config, view, stop, restore=restore, take_over=take_over)
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            keep_handlers()
+        outcome = result()
     _report(outcome)
     raise typer.Exit(outcome.exit_code)
 
@@ -67,11 +74,13 @@ def require_training_packages() -> None:
             raise TrainUnavailable(f"training needs the package {package}: pip install 'unlost[train]'")
 
 
-def _run_beside(config: Config, view: ProgressView, stop: StopRequest, *, restore: str, take_over: bool) -> Outcome:
-    """Run the engine in a thread of its own and wait here.
+def _start_engine(
+    config: Config, view: ProgressView, stop: StopRequest, *, restore: str, take_over: bool
+) -> tuple[threading.Thread, Callable[[], Outcome]]:
+    """Run the engine in a thread of its own; the function gives its result, or raises what it raised.
 
-    Signal handlers run on the main thread between bytecodes: so it must not sit in a blocking call of Ray or torch, and
-    ``ray.init`` on the main thread would put its own SIGTERM handler in place of ours.
+    Signal handlers run on the main thread between bytecodes: so it must not sit in a blocking call of Ray or torch
+    (docs/decisions/0003).
     """
     results: list[Outcome] = []
     errors: list[BaseException] = []
@@ -85,13 +94,14 @@ def _run_beside(config: Config, view: ProgressView, stop: StopRequest, *, restor
         except BaseException as error:  # noqa: BLE001 - raised again on the main thread
             errors.append(error)
 
+    def result() -> Outcome:
+        if errors:
+            raise errors[0]
+        return results[0]
+
     thread = threading.Thread(target=engine, name="engine")
     thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-    if errors:
-        raise errors[0]
-    return results[0]
+    return thread, result
 
 
 def _report(outcome: Outcome) -> None:

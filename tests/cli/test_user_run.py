@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +80,44 @@ def test_readme_run_trains_and_can_be_looked_at(mine):
     assert "0.5" in other.stderr
     assert "1.0" in other.stderr
     assert other.stderr.count("\n") == 1
+
+
+@pytest.mark.timeout(400)
+def test_sigterm_of_a_real_run_is_an_orderly_end(mine):
+    """With Ray's own handlers in the process: exit code 75, a durable RunEnded, a checkpoint, and nothing left behind.
+
+    Ray's core would print a stack and abort the process three seconds after a SIGTERM: its handler must not run.
+    """
+    environment = ENVIRONMENT | {"UNLOST_TEST_MARK": str(os.getpid())}
+    command = [str(UNLOST), "train", "config.yaml", "-o", "run.dir=stopped", "-o", "grpo.max_steps=1000"]
+    process = subprocess.Popen(
+        command, cwd=mine, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        step = next(
+            int(m[1]) for line in process.stdout if (m := re.match(r"step (\d+)/\d+ .*(?<!\])$", line)) and m[1] != "0"
+        )
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.stdout.read(), process.stderr.read()
+        assert process.wait(60) == 75, rest + errors
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.stderr.close()
+    assert errors == "stopping; once more: without a checkpoint\n"
+    assert "signal: SIGTERM; the same command goes on from here" in rest
+    state = json.loads(unlost(mine, "replay", "stopped", "--format", "json").stdout)
+    assert state["ended"] == "signal"
+    assert state["trainer"]["version"] >= step
+    assert state["checkpoints"][-1]["version"] == state["trainer"]["version"]
+    assert [p.pid for p in psutil.process_iter() if _has_mark(p, environment["UNLOST_TEST_MARK"])] == []
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("UNLOST_TEST_MARK") == mark
+    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+        return False
 
 
 @pytest.mark.timeout(400)
