@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("journal", "replay", "engine", "cli")
 MODULE_LINES_MAX = 500
+TEST_MODULE_LINES_MAX = 750
 FUNCTION_LINES_MAX = 70
 # Written in pieces, so that this file does not hold what it looks for.
 FORBIDDEN = {
@@ -46,9 +47,9 @@ def name(path: Path) -> str:
 
 
 def test_no_module_is_long():
-    """A module that fits a few screens is read as a whole."""
-    long = {name(p): n for p in modules() if (n := len(p.read_text().splitlines())) > MODULE_LINES_MAX}
-    assert long == {}
+    """A module that fits a few screens is read as a whole; a list of cases may be half as long again."""
+    limits = {p: TEST_MODULE_LINES_MAX if name(p).startswith("tests/") else MODULE_LINES_MAX for p in modules()}
+    assert {name(p): n for p, most in limits.items() if (n := len(p.read_text().splitlines())) > most} == {}
 
 
 def test_no_function_is_long():
