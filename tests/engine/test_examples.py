@@ -20,6 +20,7 @@ from unlost.engine.rewards import load_reward
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICKSTART = EXAMPLES / "quickstart"
+SMOLLM2 = EXAMPLES / "smollm2"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,3 +112,37 @@ def test_quickstart_reward_rises(model: Path, tmp_path: Path) -> None:
     assert sum(rewards[-5:]) / 5 > 0.6
     # On-policy throughout: generator and trainer agree on every token's probability.
     assert max(metrics["kl_behaviour"] for metrics in loop.curve.metrics) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("12", 1.0),
+        ("7 + 5 = 12.", 1.0),
+        ("12, or 7 + 5", 0.2),
+        ("5", 0.0),
+        ("no idea", 0.0),
+        ("-12", 0.0),
+        ("1,012", 0.0),
+    ],
+)
+def test_the_arithmetic_reward_reads_the_last_number(response: str, expected: float) -> None:
+    """Worked examples: the sign counts, a separator belongs to its number."""
+    assert load_reward("reward:last_number", SMOLLM2)("", response, 12, {}) == expected
+
+
+def test_arithmetic_questions_are_the_same_each_time_and_right(tmp_path: Path) -> None:
+    """Each question once; the answers are what Python says; the configuration names the files that are made."""
+    functions = runpy.run_path(str(SMOLLM2 / "prepare.py"))
+    for name in ("a", "b"):
+        functions["make_questions"](tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    source = JsonlPrompts(tmp_path / "a")
+    assert len(source) == 176
+    for prompt in source.fetch(0, 0, len(source))[0]:
+        first, sign, second = prompt.ref.sample_id.split()
+        expected = int(first) + int(second) if sign == "+" else int(first) - int(second)
+        assert prompt.row["answer"] == expected
+        assert f"What is {prompt.ref.sample_id}?" in prompt.row["prompt"]
+    config = load_config(SMOLLM2 / "config.yaml")
+    assert (config.data.train, config.model.path) == (str(SMOLLM2 / "questions.jsonl"), str(SMOLLM2 / "model"))
