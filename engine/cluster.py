@@ -30,7 +30,6 @@ from .data_plane import ENVIRONMENT as DATA_PLANE_ENVIRONMENT
 
 log = logging.getLogger(__name__)
 
-MARK_NAME: Final = "UNLOST_CLUSTER"
 OBJECT_STORE_BYTES: Final = 128 << 20
 STOP_TIMEOUT_S: Final = 30.0
 SOCKET_ROOM_CHARS: Final = 24
@@ -92,9 +91,9 @@ class Cluster:
         """Ray's own files, logs included (``session_latest/logs``); empty for a joined cluster."""
         self._end = threading.Event()
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
-        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-        self.namespace = f"unlost-{self._mark}"
+        self.namespace = f"unlost-{os.getpid()}-{secrets.token_hex(8)}"
 
     def __enter__(self) -> Self:
         self.start()
@@ -125,14 +124,13 @@ class Cluster:
     def stop(self) -> None:
         """End everything that ``start`` began; harmless twice."""
         self._end.set()
-        if not self._ended.wait(STOP_TIMEOUT_S):
+        if self._thread is not None and not self._ended.wait(STOP_TIMEOUT_S):
             log.warning("Ray did not shut down within %g s; its processes are killed", STOP_TIMEOUT_S)
         reaper, self._reaper = self._reaper, None
         if reaper is not None and reaper.stdin is not None:
             reaper.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 reaper.wait(STOP_TIMEOUT_S)
-        os.environ.pop(MARK_NAME, None)
 
     # --- a cluster of our own ---------------------------------------------------------------------------------------
 
@@ -144,16 +142,8 @@ class Cluster:
                 "out (these are logical CPUs, there may be more of them than the machine has)"
             )
         self.directory = _session_directory()
-        os.environ[MARK_NAME] = self._mark
         self._reaper = subprocess.Popen(  # noqa: S603  # our own file
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                os.path.join(os.path.dirname(__file__), "ray_reaper.py"),
-                self._mark,
-                self.directory,
-            ],
+            [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "ray_reaper.py"), self.directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -204,7 +194,8 @@ class Cluster:
                 ray.shutdown()
             self._ended.set()
 
-        threading.Thread(target=live, name="ray", daemon=True).start()
+        self._thread = threading.Thread(target=live, name="ray", daemon=True)
+        self._thread.start()
         if not ready.wait(self.options.start_timeout_s):
             self._abort_start()
             raise ClusterError(f"{failure} within ray.start_timeout_s = {self.options.start_timeout_s:g} s")

@@ -42,7 +42,9 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """Pack an exception; what can't be pickled is replaced by its text."""
         text = "".join(traceback.format_exception(error))
-        failure = cls(type(error), error.args, dict(error.__dict__), text)
+        # An OSError's file names are in none of its attributes, only in what it is rebuilt from.
+        arguments = tuple(error.__reduce__()[1]) if isinstance(error, OSError) else error.args
+        failure = cls(type(error), arguments, dict(error.__dict__), text)
         try:
             pickle.dumps((failure.kind, failure.arguments, failure.attributes))
         except Exception:  # noqa: BLE001  # whatever a foreign class provokes
@@ -52,7 +54,8 @@ class Failure:
     def error(self) -> BaseException:
         """The exception again, without running its ``__init__``."""
         error = self.kind.__new__(self.kind, *self.arguments)
-        error.args = self.arguments
+        if not isinstance(error, OSError):
+            error.args = self.arguments
         error.__dict__.update(self.attributes)
         error.add_note(f"in another process:\n{self.text}")
         return error

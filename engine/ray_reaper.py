@@ -1,10 +1,12 @@
 """Ends what a killed driver leaves behind. Run as a file by engine/cluster.py; imports nothing of ours.
 
 Ray's workers notice that their raylet is gone after a second or two, its agents after much longer, and until then they
-hold locks and cores. Every process of a run carries a mark in its environment. This one waits for the end of its
-standard input, which comes when the driver is gone however it went, and kills whatever carries the mark.
+hold locks and cores. This process waits for the end of its standard input, which comes when the driver is gone however
+it went, and kills every process of the cluster. It knows them by the cluster's directory, which is new for each: they
+have log files open in it, or name it on their command line. (A mark in the environment does not do: processes that
+change their title overwrite it.)
 
-    python -I -S ray_reaper.py MARK DIRECTORY   # DIRECTORY: the Ray session's files, removed at the end
+    python -I -S ray_reaper.py DIRECTORY   # removed at the end
 """
 
 import contextlib
@@ -17,29 +19,37 @@ import time
 PATIENCE_S = 10.0
 
 
-def carriers(mark: bytes) -> list[int]:
-    """Ids of the living processes whose environment holds the mark."""
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        try:
-            with open(f"/proc/{name}/environ", "rb") as environ:
-                if mark in environ.read():
-                    found.append(int(name))
-        except OSError:  # ended meanwhile, or another user's
-            continue
-    return found
+def processes_of(directory: str) -> list[int]:
+    """Ids of the living processes that have a file of the directory open, or its name on their command line."""
+    return [
+        int(name)
+        for name in os.listdir("/proc")
+        if name.isdigit() and int(name) != os.getpid() and _belongs(f"/proc/{name}", directory)
+    ]
+
+
+def _belongs(process: str, directory: str) -> bool:
+    try:
+        with open(f"{process}/cmdline", "rb") as command:
+            if directory.encode() in command.read():
+                return True
+        for descriptor in os.listdir(f"{process}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(f"{process}/fd/{descriptor}").startswith(directory):
+                    return True
+    except OSError:  # ended meanwhile, or another user's
+        pass
+    return False
 
 
 def main() -> None:
     """Wait for the driver's end, then clean up."""
-    mark, directory = sys.argv[1].encode(), sys.argv[2]
+    directory = os.path.join(sys.argv[1], "")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
     limit = time.monotonic() + PATIENCE_S
-    while (left := carriers(mark)) and time.monotonic() < limit:
+    while (left := processes_of(directory)) and time.monotonic() < limit:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
