@@ -166,6 +166,8 @@ class Checkpointer:
         self.spawn = spawn
         self.clears_may_run = asyncio.Event()
         self.clears_may_run.set()
+        self.no_clear_runs = asyncio.Event()
+        self.no_clear_runs.set()
         self.clears_deferred = 0
         self.failures_in_a_row = 0
         self.running: asyncio.Task[bool] | None = None
@@ -262,6 +264,7 @@ class Checkpointer:
             self._captured.set()
         await self.ledger.durable(cut)
         if self.save_data_plane:
+            await self.no_clear_runs.wait()  # else the index could name rows that are on their way out
             save = self.data_plane.save(f"{temporary}/{DATA_PLANE_FOLDER}")
             parts.append((DATA_PLANE_FOLDER, asyncio.create_task(save)))
         results = await asyncio.gather(*(task for _, task in parts), return_exceptions=True)

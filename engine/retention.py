@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..replay.state import SEALED, State
 from .checkpoints import Folders
-from .workers import WorkerPool
+from .workers import WorkerPool, payload_journal_name
 
 
 def payload_needs(state: State) -> tuple[dict[str, int], set[str]]:
@@ -33,10 +33,14 @@ async def prune_payloads(state: State, root: str, folders: Folders, workers: Wor
     """
     sealed, whole = payload_needs(state)
     kept = {worker.journal for worker in state.workers.values() if worker.alive} | set(sealed) | whole
+    known = {worker.journal for worker in state.workers.values()}
+    newest = payload_journal_name(state.incarnation, 0)[: -len("00000")]
     for name in await folders.names(root):
-        if name not in kept:
+        starting = name >= newest and name not in known  # a replacement that has not joined, or a successor's worker
+        if name not in kept and not starting:
             await folders.remove_tree(f"{root}/{name}")
     for member in list(workers.members):
-        first = sealed.get(member.handle.journal_name)
-        if first is not None:
+        name = member.handle.journal_name
+        first = sealed.get(name)
+        if first is not None and name not in whole:
             await member.handle.prune(first)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from ..journal.errors import UnlostError
 from ..replay import events as ev
 from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore
-from ..replay.state import COMPLETE, IDLE, UNFINISHED, Group, State
+from ..replay.state import COMPLETE, IDLE, UNFINISHED, Group
 from .config_keys import Config
+from .dropped import RunFailed, may_shrink, replacement, require_floor, spare_for, step_target
 from .healing import HealingDataPlane
 from .ledger import Ledger
 from .protocols import (
@@ -39,10 +38,6 @@ log = logging.getLogger(__name__)
 
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
-
-
-class RunFailed(UnlostError):
-    """The run can't go on; the message says why and what to do."""
 
 
 def attempt_seed(run_seed: int, group: int, sibling: int) -> int:
@@ -81,20 +76,21 @@ class RolloutPump:
         self._spawn = spawn
         self._rows: dict[int, Prompt] = {}
         self._waiting: deque[int] = deque()  # admitted groups without a slot
+        self._spares_reserved_at = -1  # offset of this incarnation's latest reservation of spares
+        self.late_rows: list[str] = []  # rows that came when their group was gone; the train pump clears them
 
     # --- the pump ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Relaunch what a restore left, then ordinary work. Returns when there is nothing more to admit."""
+        """Relaunch what a restore left, then ordinary work, until the ledger stops."""
         state = self.state
         self._spawn(self._launcher())
         for group_id in by_slot(state, [*state.complete, *state.unfinished]):
             self._launch(group_id)
         for admission_id in sorted(state.reserved):
             await self._admit(admission_id)
-        while not self.ledger.stopping:
-            if not self.sampler.admits_at_most(self.config.grpo.max_steps, state):
-                return
+        limit = self.config.grpo.max_steps
+        while await self.ledger.wait_until(lambda: self.sampler.admits_at_most(limit, state) or self._starved()):
             reserved = await self._reserve()
             if reserved is not None:
                 admission_id, offset = reserved
@@ -141,20 +137,25 @@ class RolloutPump:
         _, offset = self.ledger.reserve(
             [p.ref for p in fetched], grpo.num_generations_per_prompt, (epoch, position), kind=ev.KIND_SPARE
         )
+        self._spares_reserved_at = offset
         for index, prompt in enumerate(fetched):
             self._rows[first + index] = prompt
         await self.ledger.durable(offset)
 
     async def _admit(self, admission_id: int) -> None:
-        """Wait at the gate without changing anything, then admit in one event and launch."""
-        state = self.state
+        """Wait at the gate without changing anything, then admit in one event and launch.
+
+        A batch that only makes up for groups that are gone passes beside the gate and moves no cursor.
+        """
+        state, sampler = self.state, self.sampler
         limit = self.config.grpo.max_steps
-        await self.ledger.wait_until(
-            lambda: self.sampler.gate_open(state) or not self.sampler.admits_at_most(limit, state)
-        )
-        if self.ledger.stopping or not self.sampler.admits_at_most(limit, state):
+
+        def gate_open() -> bool:
+            return sampler.admits_at_most(limit, state) and sampler.gate_open(state)
+
+        if not await self.ledger.wait_until(lambda: gate_open() or self._starved()):
             return
-        target_step, index = self.sampler.stamp(state)
+        target_step, index = sampler.stamp(state) if gate_open() else (-1, state.dispatch_index)
         groups = list(state.reserved[admission_id].groups)
         self.ledger.record(
             ev.BatchAdmitted(self.clock.now_us(), admission_id, target_step, index, state.trainer_version)
@@ -162,11 +163,28 @@ class RolloutPump:
         for group_id in groups:
             self._launch(group_id)
 
+    def _starved(self) -> bool:
+        """Whether the next step can't be formed of all that was admitted: groups of it were given up or went stale.
+
+        Only where batches carry no stamp. A stamped step gets a replacement or becomes smaller instead.
+        """
+        state = self.state
+        if self.sampler.stamps or state.trainer_version >= self.config.grpo.max_steps:
+            return False
+        owned = len(state.unfinished) + len(state.complete) + len(state.committed) + len(state.open_groups)
+        return owned < step_target(state, self.config, state.trainer_version)
+
     # --- one group --------------------------------------------------------------------------------------------------
 
     def _launch(self, group_id: int) -> None:
         self._waiting.append(group_id)
         self.ledger.changed.set()
+
+    async def _launch_spare(self, group_id: int) -> None:
+        """A spare may be needed before its reservation is durable; it is not dispatched before (protocol rule 3)."""
+        if self._spares_reserved_at >= 0:
+            await self.ledger.durable(self._spares_reserved_at)
+        self._launch(group_id)
 
     async def _launcher(self) -> None:
         """Start waiting groups as capacity allows, in the order of their admission."""
@@ -183,17 +201,19 @@ class RolloutPump:
         """Index in the queue, or -1.
 
         A group that the next step needs never waits for a slot (protocol rule 21): a restore with more owned groups
-        than slots is slow, not stuck.
+        than slots is slow, not stuck. After a rollback, groups of a step that is further ahead than admission would
+        allow wait until it would.
         """
         state, limits = self.state, self.config.async_rl
         if not self._waiting:
             return -1
         busy = self.in_flight >= limits.max_inflight_prompts or self.ledger.writer.above_high_mark
-        if not busy and self.launched + len(state.committed) < limits.max_buffered_rollouts:
-            return 0
+        room = not busy and self.launched + len(state.committed) < limits.max_buffered_rollouts
         for index, group_id in enumerate(self._waiting):
             group = state.groups.get(group_id)
             if group is None or group.status == COMPLETE or self.sampler.needed_next(state, group):
+                return index
+            if room and self.sampler.may_start(state, group):
                 return index
         return -1
 
@@ -234,8 +254,10 @@ class RolloutPump:
                 group = state.groups.get(group_id)
                 if group is None or self.ledger.stopping or group.siblings[index].status != IDLE:
                     return
-                prefix = await self._prefix(group_id, index)
                 prompt = self._prompt(group)
+                prefix = await self._prefix(group_id, index)
+                if group_id not in state.groups or group.status != UNFINISHED:
+                    return  # discarded while its prefix was being read
                 key = self.ledger.dispatch(
                     group_id, index, worker.worker_id, self.workers.weights_of(worker), prefix.count if prefix else 0
                 )
@@ -269,7 +291,11 @@ class RolloutPump:
             await self._after_loss(key)
             return
         self.workers.note_sealed()
-        if self.ledger.seal(key, receipt):
+        taken = self.ledger.seal(key, receipt)
+        if self.payloads is None:  # its row is in the data plane already
+            if not taken:
+                self._late_row(key)
+        elif taken:
             await self._put_row(worker, key, receipt)
 
     async def _put_row(self, worker: Member, key: ev.AttemptKey, receipt: ev.Receipt) -> None:
@@ -280,7 +306,12 @@ class RolloutPump:
             if not await self._put_from_payload(key, receipt):
                 self.ledger.lose(key, ev.ABANDON_PAYLOAD_LOST)
         if key.group not in self.state.groups:  # discarded while its row was on the way
-            await self.data_plane.clear([key.row_key()])
+            self._late_row(key)
+
+    def _late_row(self, key: ev.AttemptKey) -> None:
+        """Nobody owns this row; it is cleared when clears may run (protocol rule 22)."""
+        self.late_rows.append(key.row_key())
+        self.ledger.changed.set()
 
     async def _put_from_payload(self, key: ev.AttemptKey, receipt: ev.Receipt) -> bool:
         if self.payloads is None:
@@ -295,10 +326,8 @@ class RolloutPump:
 
     def _commit(self, group: Group) -> None:
         """All rows are in the data plane: hand the group to the buffer, unless a filter refuses it."""
-        if self._filtered(group):
-            self.ledger.record(ev.GroupDiscarded(self.clock.now_us(), group.id, ev.DISCARD_FILTERED, "zero variance"))
-            return
-        self.ledger.commit_group(group.id)
+        if not (self._filtered(group) and self._drop(group, ev.DISCARD_FILTERED, "zero variance")):
+            self.ledger.commit_group(group.id)
 
     def _filtered(self, group: Group) -> bool:
         if self.config.async_rl.group_filter != "zero_variance":
@@ -327,7 +356,9 @@ class RolloutPump:
     async def _after_loss(self, key: ev.AttemptKey) -> None:
         """A worker died: what it had made durable is the next attempt's prefix, or already its seal."""
         tail = None
-        if self.payloads is not None:
+        if self.payloads is None:
+            self._late_row(key)  # the worker may have put it before it died
+        elif self.ledger.is_running(key):
             journal = self.state.workers[self.state.groups[key.group].siblings[key.sibling].worker].journal
             tails = await self.ledger.blocking(self.payloads.sealed_tails, {key: journal})
             tail = tails.attempts[key]
@@ -363,33 +394,34 @@ class RolloutPump:
             self._give_up(group, ev.DISCARD_DROPPED, f"{group.infra_failures} attempts failed on infrastructure")
 
     def _give_up(self, group: Group, reason: str, detail: str) -> None:
-        """Replace, shrink or drop (PromptReplaced, StepShortened, GroupDiscarded), then cancel what still runs."""
+        """A prompt that can't be worked off leaves, within the run's budget for that. Raises RunFailed beyond it."""
         state, failure = self.state, self.config.rollout_failure
         log.error("prompt %s (group %d) given up: %s", group.prompt.sample_id, group.id, detail)
-        running = self.ledger.running(group.id)
-        t = self.clock.now_us()
-        spare = next(iter(state.spares), None)
-        stamped = group.target_step >= 0
-        if (
-            failure.on_dropped_prompt == "replace"
-            and stamped
-            and spare is not None
-            and group.replacements < failure.max_replacement_attempts
-        ):
-            self.ledger.record(replacement(state, t, group, reason, spare))
-            self._launch(spare)
-        elif stamped:
+        if not self._drop(group, reason, detail):
             require_floor(state, self.config, group.target_step)
-            self.ledger.record(ev.StepShortened(t, group.id, reason, group.target_step))
-        else:
-            self.ledger.record(ev.GroupDiscarded(t, group.id, reason, detail))
-        self.abort(running, ev.ABANDON_GROUP_DISCARDED)
         given_up = state.counters.get("prompts_given_up", 0)
         if given_up > failure.max_skipped_prompts:
             raise RunFailed(
                 f"{given_up} prompt(s) given up, rollout_failure.max_skipped_prompts is {failure.max_skipped_prompts}; "
                 f"the last: {group.prompt.sample_id}: {detail}. See `unlost events RUN --kind AttemptFailed`"
             )
+
+    def _drop(self, group: Group, reason: str, detail: str) -> bool:
+        """Replace, shrink or discard in one event, then cancel what still runs. False if its step can't spare it."""
+        state, t = self.state, self.clock.now_us()
+        running = self.ledger.running(group.id)
+        spare = spare_for(state, self.config, group)
+        if spare is not None:
+            self.ledger.record(replacement(state, t, group, reason, spare))
+            self._spawn(self._launch_spare(spare))
+        elif group.target_step < 0:
+            self.ledger.record(ev.GroupDiscarded(t, group.id, reason, detail))
+        elif may_shrink(state, self.config, group.target_step):
+            self.ledger.record(ev.StepShortened(t, group.id, reason, group.target_step))
+        else:
+            return False
+        self.abort(running, ev.ABANDON_GROUP_DISCARDED)
+        return True
 
     def discard(self, group_ids: Sequence[int], reason: str) -> None:
         """Discard groups that are not worth finishing: ledger first, then their tasks' attempts."""
@@ -404,40 +436,3 @@ class RolloutPump:
         """Tell the workers to end these attempts, without waiting."""
         if keys:
             self._spawn(self.workers.abort(keys, reason))
-
-
-def replacement(state: State, t: int, group: Group, reason: str, spare: int) -> ev.PromptReplaced:
-    """Give up ``group``: borrow a ready group of the furthest later step if there is one, and let the spare repay."""
-    target = group.target_step
-    lender = max((step for step in state.committed_by_target if step > target), default=-1)
-    borrowed = -1
-    if lender >= 0 and target >= state.trainer_version:
-        borrowed = min(state.committed_by_target[lender], key=lambda g: state.groups[g].slot)
-    return ev.PromptReplaced(
-        t,
-        group.id,
-        reason,
-        target,
-        spare,
-        lender if borrowed >= 0 else target,
-        state.trainer_version,
-        borrowed,
-        lender if borrowed >= 0 else -1,
-    )
-
-
-def step_target(state: State, config: Config, step: int) -> int:
-    """Groups that ``step`` trains: the batch less its shortfall (protocol rule 20)."""
-    return config.grpo.num_prompts_per_step - state.shortfall.get(step, 0)
-
-
-def require_floor(state: State, config: Config, step: int) -> None:
-    """Raise RunFailed if one group less would put ``step`` below ``min_step_batch_fraction``."""
-    prompts = config.grpo.num_prompts_per_step
-    floor = max(1, math.ceil(round(prompts * config.rollout_failure.min_step_batch_fraction, 9)))
-    lost = state.shortfall.get(step, 0) + 1
-    if prompts - lost < floor:
-        raise RunFailed(
-            f"step below floor: step {step} has lost {lost} of {prompts} groups, {prompts - lost} left, floor {floor} "
-            f"(rollout_failure.min_step_batch_fraction)"
-        )

@@ -64,12 +64,16 @@ class Sampler(ABC):
         return []
 
     def stale_in_flight(self, state: State) -> list[int]:
-        """Unfinished groups not worth finishing."""
+        """Groups that are not committed and not worth finishing."""
         return []
 
     def needed_next(self, state: State, group: Group) -> bool:
         """Whether the next step can't be formed without this unfinished group (protocol rule 21)."""
         return False
+
+    def may_start(self, state: State, group: Group) -> bool:
+        """Whether an admitted group may be worked on now; not if a rollback put its step out of admission's reach."""
+        return True
 
     def required_capacity(self, num_prompts_per_step: int) -> int:
         """Buffer slots without which the sampler would block itself; 0 for none."""
@@ -160,6 +164,9 @@ class InOrder(_Gated):
     def needed_next(self, state: State, group: Group) -> bool:
         return group.target_step == state.trainer_version
 
+    def may_start(self, state: State, group: Group) -> bool:
+        return group.target_step <= state.trainer_version + self._ahead(state)
+
     def required_capacity(self, num_prompts_per_step: int) -> int:
         return num_prompts_per_step * (max(self.ahead, self.warmup or 0) + 1)
 
@@ -218,7 +225,7 @@ class Windowed(_Staleness, Sampler):
         oldest = self.oldest(state)
         if all(w >= oldest for w in state.pending_by_weight):
             return []
-        return [g for g in state.unfinished if state.groups[g].start_weight < oldest]
+        return [g for g in (*state.unfinished, *state.complete) if state.groups[g].start_weight < oldest]
 
     @property
     def is_on_policy(self) -> bool:
@@ -234,17 +241,35 @@ class WeightFifo(_Staleness, _Gated):
         _Gated.__init__(self, max_staleness_versions)
         _Staleness.__init__(self, max_staleness_versions)
 
-    def _first_weight(self, state: State) -> int | None:
+    def _weights(self, state: State) -> list[int]:
         oldest, newest = self.oldest(state), state.trainer_version
-        tables = (state.committed_by_weight, state.pending_by_weight)
-        return min((w for table in tables for w in table if oldest <= w <= newest), default=None)
+        present = {*state.committed_by_weight, *state.pending_by_weight}
+        return sorted(w for w in present if oldest <= w <= newest)
 
     def buckets(self, state: State) -> list[Collection[int]]:
-        first = self._first_weight(state)
-        return [] if first is None else [state.committed_by_weight.get(first, ())]
+        """The oldest weight's groups; newer ones too once all of an older one's are ready.
+
+        Where groups were given up, the oldest weight alone may be too few for a step: nothing of it would come any
+        more, and the step would wait for ever.
+        """
+        found: list[Collection[int]] = []
+        for weight in self._weights(state):
+            found.append(state.committed_by_weight.get(weight, ()))
+            if weight in state.pending_by_weight:
+                break
+        return found
+
+    def select(self, state: State, minimum: int, maximum: int) -> list[int]:
+        """The oldest weight alone as long as it has ``minimum`` groups."""
+        chosen = super().select(state, minimum, maximum)
+        first = [g for g in chosen if state.groups[g].start_weight == state.groups[chosen[0]].start_weight]
+        return first if len(first) >= minimum else chosen
+
+    def order(self, state: State, groups: Iterable[int]) -> list[int]:
+        return sorted(groups, key=lambda g: (state.groups[g].start_weight, state.groups[g].slot))
 
     def needed_next(self, state: State, group: Group) -> bool:
-        return group.start_weight == self._first_weight(state)
+        return group.start_weight == next(iter(self._weights(state)), None)
 
 
 class ReadyFirst(_Gated):

@@ -8,14 +8,17 @@ import logging
 from ..replay import events as ev
 from .checkpoints import Checkpointer
 from .config_keys import Config
+from .dropped import RunFailed, step_target
 from .healing import HealingDataPlane
 from .ledger import Ledger
 from .protocols import Clock, StepResult, Trainer
-from .rollout import RolloutPump, RunFailed, step_target
+from .rollout import RolloutPump
 from .samplers import Sampler, by_slot
 from .workers import WorkerPool
 
 log = logging.getLogger(__name__)
+
+LOST_REPLIES_MAX = 3
 
 
 class TrainPump:
@@ -98,7 +101,7 @@ class TrainPump:
         step = state.open_step
         groups = by_slot(state, state.open_groups)
         keys = [state.groups[g].sealed_row_keys() for g in groups]
-        result = await self.data_plane.with_healing(lambda: self.trainer.train(step, keys))
+        result = await self._trained_once(step, keys)
         if (result.step, result.trainer_version) != (step, step + 1):
             raise RunFailed(f"the trainer answered step {result.step} version {result.trainer_version} to step {step}")
         await self.workers.stats()
@@ -116,6 +119,28 @@ class TrainPump:
             )
         )
         self.last = result
+
+    async def _trained_once(self, step: int, keys: list[list[str]]) -> StepResult:
+        """The step's result; where the reply is lost, the trainer is asked before anything is repeated."""
+        began = self.clock.now_us()
+        for _ in range(LOST_REPLIES_MAX):
+            try:
+                return await self.data_plane.with_healing(lambda: self.trainer.train(step, keys))
+            except (ConnectionError, TimeoutError) as lost:
+                version = await self.trainer.version()
+                log.warning("the reply to step %d was lost (%s); the trainer is at version %d", step, lost, version)
+                if version != step:
+                    return StepResult(step, version, 0.0, *self._rewards_and_tokens(), self._seconds_since(began))
+        raise RunFailed(f"the replies to step {step} were lost {LOST_REPLIES_MAX} times, and it was not applied")
+
+    def _rewards_and_tokens(self) -> tuple[float, int]:
+        """Mean reward and tokens of the open step, from its receipts."""
+        siblings = [s for g in self.state.open_groups for s in self.state.groups[g].siblings]
+        receipts = [s.receipt for s in siblings if s.receipt is not None]
+        return sum(r.reward for r in receipts) / len(receipts), sum(r.tokens for r in receipts)
+
+    def _seconds_since(self, t: int) -> float:
+        return (self.clock.now_us() - t) / 1e6
 
     async def _sync_weights(self) -> None:
         """New weights for every worker; running sequences go on with them, or start again (``weight_sync: abort``)."""
@@ -151,10 +176,13 @@ class TrainPump:
         """
         state = self.state
         full = self.config.data_plane.payloads == "full"
+        late = self.rollout.late_rows
         while True:
             ready = [g for g in state.uncleared if full or self._covered(g)]
-            if not ready:
-                if not await self.ledger.wait_until(lambda: any(full or self._covered(g) for g in state.uncleared)):
+            if not ready and not late:
+                if not await self.ledger.wait_until(
+                    lambda: bool(late) or any(full or self._covered(g) for g in state.uncleared)
+                ):
                     return
                 continue
             if self.checkpointer is not None and not self.checkpointer.clears_may_run.is_set():
@@ -162,9 +190,23 @@ class TrainPump:
                 await self.checkpointer.clears_may_run.wait()
                 continue
             keys = [key for g in ready for key in state.uncleared[g]]
-            offset = self.ledger.record(ev.RowsCleared(self.clock.now_us(), tuple(ready)))
-            await self.ledger.before_destructive(offset)
+            if ready:
+                offset = self.ledger.record(ev.RowsCleared(self.clock.now_us(), tuple(ready)))
+                await self.ledger.before_destructive(offset)
+            await self._clear([*keys, *late], late)
+
+    async def _clear(self, keys: list[str], late: list[str]) -> None:
+        """Clear when no snapshot is being written; one that begins meanwhile waits for the end of the clear."""
+        late.clear()
+        if self.checkpointer is None:
             await self.data_plane.clear(keys)
+            return
+        await self.checkpointer.clears_may_run.wait()
+        self.checkpointer.no_clear_runs.clear()
+        try:
+            await self.data_plane.clear(keys)
+        finally:
+            self.checkpointer.no_clear_runs.set()
 
     def _covered(self, group_id: int) -> bool:
         group = self.state.groups.get(group_id)

@@ -55,6 +55,7 @@ class WorkerPool:
         self._reasons: dict[ev.AttemptKey, str] = {}
         self._arrived = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
+        self._failed: Exception | None = None
         self._stopping = False
         self._next_id = ledger.state.next_worker
         self._sync_lock = asyncio.Lock()
@@ -156,16 +157,18 @@ class WorkerPool:
 
     async def _replace(self) -> None:
         assert self._weights is not None
-        handle = await self._make(self._weights)
-        async with self._sync_lock:  # new weights may have come while it started
-            await handle.update_weights(self._weights)
-            self._join(handle, self._weights)
+        try:
+            handle = await self._make(self._weights)
+            async with self._sync_lock:  # new weights may have come while it started
+                await handle.update_weights(self._weights)
+                self._join(handle, self._weights)
+        except Exception as error:  # noqa: BLE001 - told to who looks after the pool: nobody awaits this task
+            self._failed = error
 
     def raise_failed(self) -> None:
         """Raise if a replacement could not be started."""
-        for task in list(self._replacing):
-            if task.done() and not task.cancelled() and task.exception() is not None:
-                raise WorkersGone(f"a lost rollout worker could not be replaced: {task.exception()}")
+        if self._failed is not None:
+            raise WorkersGone(f"a lost rollout worker could not be replaced: {self._failed}") from self._failed
 
     # --- figures and end ---------------------------------------------------------------------------------------------
 

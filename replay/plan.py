@@ -75,7 +75,7 @@ def attempts_to_look_for(state: State) -> dict[ev.AttemptKey, str]:
         if group.status != UNFINISHED:
             continue
         for index, sibling in enumerate(group.siblings):
-            if sibling.status != SEALED and sibling.attempt >= 0:
+            if sibling.status != SEALED and sibling.attempt >= 0 and sibling.resumable:
                 worker = state.workers.get(sibling.worker)
                 found[group.key(index)] = worker.journal if worker is not None else ""
     return found
@@ -113,9 +113,11 @@ def plan_restore(
     counters = dict.fromkeys(COUNTERS, 0)
     counters["groups_rolled_back"] = len(plan.rolled_back)
     returning = set(plan.rolled_back)
+    killers = {worker.id for worker in state.workers.values() if worker.lost}
     for group in sorted(state.groups.values(), key=lambda g: (g.slot, g.id)):
         if group.status in (UNFINISHED, COMPLETE, COMMITTED) or group.id in returning:
-            _plan_group(group, plan, tails, lost, resume_prefixes, granularity, counters)
+            actions = _plan_group(group, tails, lost, resume_prefixes, granularity)
+            _carry_into(plan, group, actions, tails, counters, killers)
         elif group.status == RESERVED:
             siblings = [SiblingAction(i, "run") for i in range(len(group.siblings))]
             plan.groups.append(GroupAction(group.id, "admit", -1, siblings))
@@ -129,13 +131,11 @@ def plan_restore(
 
 def _plan_group(
     group: Group,
-    plan: RestorePlan,
     tails: Mapping[ev.AttemptKey, AttemptTail],
     lost: Collection[ev.AttemptKey],
     resume_prefixes: bool,
     granularity: str,
-    counters: dict[str, int],
-) -> None:
+) -> list[SiblingAction]:
     actions: list[SiblingAction] = []
     for index, sibling in enumerate(group.siblings):
         key = group.key(index)
@@ -157,7 +157,7 @@ def _plan_group(
                 action.action, action.reason = "regenerate", ev.ABANDON_GRANULARITY
             elif action.action != "regenerate":
                 action.action, action.prefix = "run", 0
-    _carry_into(plan, group, actions, tails, counters)
+    return actions
 
 
 def _carry_into(
@@ -166,7 +166,9 @@ def _carry_into(
     actions: list[SiblingAction],
     tails: Mapping[ev.AttemptKey, AttemptTail],
     counters: dict[str, int],
+    killers: Collection[int],
 ) -> None:
+    """``killers``: workers that died by themselves; what ran on them counts as lost with them, also after a crash."""
     kept = 0
     for action in actions:
         sibling = group.siblings[action.sibling]
@@ -183,7 +185,8 @@ def _carry_into(
             counters["attempts_lost"] += 1
             counters["tokens_lost_known"] += sibling.receipt.tokens if sibling.receipt is not None else 0
         elif sibling.status == DISPATCHED:
-            plan.abandon.append((key, ev.ABANDON_RESTART, durable))
+            reason = ev.ABANDON_WORKER_LOST if sibling.worker in killers else ev.ABANDON_RESTART
+            plan.abandon.append((key, reason, durable))
         if action.action == "resume":
             assert tail is not None
             plan.prefixes[group.id, action.sibling] = tail

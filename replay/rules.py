@@ -11,6 +11,8 @@ from .state import POOL, Group, GroupStatus, Sibling, State
 ROLLOUT_SNAPSHOTS_KEPT: Final = 2
 GIVES_UP_SEALED: Final = (ev.ABANDON_PAYLOAD_LOST, ev.ABANDON_GRANULARITY)
 """Reasons for which a sealed sibling has to be generated again."""
+STARTS_AGAIN: Final = (ev.ABANDON_WEIGHT_SYNC, ev.ABANDON_STALE, ev.ABANDON_GROUP_DISCARDED)
+"""Reasons after which what the attempt had generated is not wanted any more."""
 
 
 class IllegalTransition(UnlostError):

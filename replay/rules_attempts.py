@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import events as ev
-from .rules import GIVES_UP_SEALED, IllegalTransition, alive, count, need
+from .rules import GIVES_UP_SEALED, STARTS_AGAIN, IllegalTransition, alive, count, need
 from .state import COMMITTED, COMPLETE, DISPATCHED, IDLE, SEALED, UNFINISHED, Group, GroupStatus, Sibling, State
 
 
@@ -31,6 +31,7 @@ def do_attempt_dispatched(state: State, e: ev.AttemptDispatched) -> None:
     sibling.branch = e.branch
     sibling.version = e.version
     sibling.prefix = e.prefix
+    sibling.resumable = True
     sibling.dispatched_t = e.t
     state.open_attempts += 1
     if group.version_min < 0:  # the group's first dispatch: staleness counts from here, not from its admission
@@ -76,7 +77,9 @@ def check_attempt_failed(state: State, e: ev.AttemptFailed) -> None:
 
 def do_attempt_failed(state: State, e: ev.AttemptFailed) -> None:
     group = state.groups[e.group]
-    group.siblings[e.sibling].status = IDLE
+    sibling = group.siblings[e.sibling]
+    sibling.status = IDLE
+    sibling.resumable = False
     state.open_attempts -= 1
     if e.kind == ev.FAIL_DATA:
         group.data_failures += 1
@@ -118,6 +121,7 @@ def do_attempt_abandoned(state: State, e: ev.AttemptAbandoned) -> None:
         state.enter(group)
         return
     sibling.status = IDLE
+    sibling.resumable = e.reason not in STARTS_AGAIN
     state.open_attempts -= 1
     if e.reason == ev.ABANDON_WORKER_LOST:
         group.worker_losses += 1

@@ -58,6 +58,7 @@ def do_worker_stopped(state: State, e: ev.WorkerStopped) -> None:
     worker.alive = False
     worker.generated = max(worker.generated, e.generated)
     if e.reason == ev.ABANDON_WORKER_LOST:
+        worker.lost = True
         count(state, "workers_lost")
 
 
@@ -132,7 +133,7 @@ def do_prompt_replaced(state: State, e: ev.PromptReplaced) -> None:
     given_up = state.groups[e.group]
     replacements = given_up.replacements + 1
     _drop(state, given_up)
-    count(state, "prompts_given_up")
+    _count_given_up(state, e.reason)
     del state.spares[e.spare]
     spare = state.groups[e.spare]
     spare.replacements = replacements
@@ -146,6 +147,12 @@ def do_prompt_replaced(state: State, e: ev.PromptReplaced) -> None:
     state.replaced[e.spare_target] = state.replaced.get(e.spare_target, 0) + 1
 
 
+def _count_given_up(state: State, reason: str) -> None:
+    """Prompts that could not be worked off, as against those that were not wanted (filtered, stale)."""
+    if reason in (ev.DISCARD_DROPPED, ev.DISCARD_POISONED):
+        count(state, "prompts_given_up")
+
+
 def check_step_shortened(state: State, e: ev.StepShortened) -> None:
     group = alive(state, e, e.group, UNFINISHED, COMPLETE)
     need(e.count == 1, e, "one event gives up one group")
@@ -154,7 +161,7 @@ def check_step_shortened(state: State, e: ev.StepShortened) -> None:
 
 def do_step_shortened(state: State, e: ev.StepShortened) -> None:
     _drop(state, state.groups[e.group])
-    count(state, "prompts_given_up")
+    _count_given_up(state, e.reason)
     state.shortfall[e.step] = state.shortfall.get(e.step, 0) + e.count
     state.dropped[e.step] = state.dropped.get(e.step, 0) + e.count
 
@@ -190,5 +197,4 @@ def do_group_discarded(state: State, e: ev.GroupDiscarded) -> None:
     _drop(state, group)
     requeue(state, e.t, group, e.requeued_as)
     count(state, f"discarded_{e.reason}")
-    if e.reason in (ev.DISCARD_DROPPED, ev.DISCARD_POISONED):
-        count(state, "prompts_given_up")
+    _count_given_up(state, e.reason)

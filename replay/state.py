@@ -41,7 +41,11 @@ IDLE, DISPATCHED, SEALED = (int(s) for s in SiblingStatus)
 
 
 class Sibling(msgspec.Struct, array_like=True, gc=False):
-    """Latest attempt of one sibling. ``attempt`` -1: never tried. Kept when abandoned (protocol rule 10)."""
+    """Latest attempt of one sibling. ``attempt`` -1: never tried. Kept when abandoned (protocol rule 10).
+
+    ``resumable``: the next attempt goes on from this one's durable tokens; not after a failure, nor where new weights
+    are the reason to start again.
+    """
 
     status: int = IDLE
     attempt: int = -1
@@ -52,6 +56,7 @@ class Sibling(msgspec.Struct, array_like=True, gc=False):
     prefix: int = 0
     dispatched_t: int = 0
     receipt: Receipt | None = None
+    resumable: bool = True
 
 
 class Group(msgspec.Struct, array_like=True):
@@ -106,13 +111,14 @@ class Checkpoint(msgspec.Struct, array_like=True):
 
 
 class Worker(msgspec.Struct, array_like=True):
-    """A rollout worker. ``generated``: its own cumulative count when last written down."""
+    """A rollout worker. ``generated``: its own cumulative count when last written down. ``lost``: it died by itself."""
 
     id: int
     journal: str
     incarnation: int
     alive: bool = True
     generated: int = 0
+    lost: bool = False
 
 
 class Restoring(msgspec.Struct, array_like=True):

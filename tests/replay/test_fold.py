@@ -49,7 +49,15 @@ def test_the_walk_reaches_every_kind_of_event() -> None:
         walk = walked(seed)
         seen |= {type(e) for e in walk.events}
         refused += walk.refused
-    rare = {ev.StateImage, ev.RunEnded, ev.WeightsSynced, ev.CheckpointFailed, ev.CheckpointSkipped, ev.WorkerStopped}
+    rare = {
+        ev.DataPlaneRestarted,
+        ev.StateImage,
+        ev.RunEnded,
+        ev.WeightsSynced,
+        ev.CheckpointFailed,
+        ev.CheckpointSkipped,
+        ev.WorkerStopped,
+    }
     assert set(TRANSITIONS) - rare <= seen
     assert refused > 500
 

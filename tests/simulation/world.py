@@ -22,7 +22,7 @@ from unlost.engine.progress import Outcome, Progress, StopRequest
 from unlost.engine.protocols import Prompt, RolloutWorker
 from unlost.engine.samplers import make_sampler
 from unlost.engine.worker_parts import WorkerOptions
-from unlost.journal import JournalOptions, JournalReader, JournalWriter
+from unlost.journal import JournalReader, JournalWriter
 from unlost.replay.events import EVENT_TYPES, AttemptKey, Event, PromptRef
 from unlost.replay.fold import fold_reader
 from unlost.replay.payloads import PayloadStore

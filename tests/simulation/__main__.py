@@ -1,0 +1,69 @@
+"""``python -m tests.simulation SEED…`` replays seeds; ``--count N --from K`` runs many and shows what they hit."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+
+from tests.simulation.run import run_seed
+
+SECONDS_PER_SEED_MAX = 60
+
+
+def _too_long(*_: object) -> None:
+    raise AssertionError(f"the process hangs: more than {SECONDS_PER_SEED_MAX} s in one seed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("seeds", nargs="*", type=int)
+    parser.add_argument("--count", type=int, default=0)
+    parser.add_argument("--from", dest="first", type=int, default=0)
+    parser.add_argument("--keep-going", action="store_true", help="report every failing seed, not only the first")
+    parser.add_argument("--log", action="store_true", help="show the engine's own log")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if options.log else logging.CRITICAL + 1)
+    signal.signal(signal.SIGALRM, _too_long)
+    total: Counter[str] = Counter()
+    events: Counter[str] = Counter()
+    failed, lives, began = [], 0, time.process_time()
+    seeds = options.seeds or range(options.first, options.first + options.count)
+    for seed in seeds:
+        signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_SEED_MAX)
+        try:
+            report = run_seed(seed)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            failed.append(seed)
+            print(
+                f"FAILED: python -m tests.simulation {seed}\n  {type(error).__name__}: {str(error)[:600]}", flush=True
+            )
+            if len(seeds) <= 3:
+                traceback.print_exc()
+            if not options.keep_going:
+                break
+            continue
+        total.update(report.coverage)
+        events.update(report.events)
+        lives += report.lives
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    seconds = time.process_time() - began
+    print(
+        f"{len(seeds)} seeds, {len(failed)} failed, {total['crashes']} crashes in {lives} lives, {seconds:.1f} CPU s: "
+    )
+    print(f"{60 * total['crashes'] / max(seconds, 1e-9):.0f} crash-restore cycles a minute of CPU")
+    for title, counts in (("hit", total), ("events in the journals", events)):
+        print(f"\n{title}:")
+        for name, count in sorted(counts.items()):
+            print(f"  {count:8d}  {name}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

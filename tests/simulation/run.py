@@ -1,0 +1,212 @@
+"""One seed from beginning to end: live, crash, restore, go on, finish; then the last looks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.sim_storage import Fault
+from tests.simulation.draw import Case, draw
+from tests.simulation.model import Broken, Settings, need
+from tests.simulation.raw import read_events
+from tests.simulation.watch import Crash, Watch
+from tests.simulation.world import CHECKPOINTS, EVENTS, PAYLOADS, Incarnation, World, sim_config
+from unlost.replay.state import State
+from unlost.replay.transitions import apply
+
+LIVES_MAX = 25
+VIRTUAL_LIMIT_S = 600.0
+EXPECTED_FAILURES = (
+    "step below floor", "lost in a row", "checkpoints failed in a row", "scripted invariant", "the journal's storage",
+    "journal failed", "could not be replaced", "payload journal", "[Errno 5]", "[Errno 28]",
+)  # fmt: skip
+
+
+@dataclass
+class Report:
+    seed: int
+    lives: int = 0
+    coverage: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    offset: int = 0
+    digest: str = ""
+
+
+def config_of(case: Case, life: int) -> Any:
+    keys = case.keys | case.lives[min(life, len(case.lives) - 1)]
+    least = keys["async_rl__min_groups_for_streaming_train"]
+    if least is not None:
+        keys["async_rl__min_groups_for_streaming_train"] = min(least, keys["grpo__num_prompts_per_step"])
+    if case.keys["async_rl__sampler__name"] == "custom":
+        keys["async_rl__max_buffered_rollouts"] = max(
+            keys["async_rl__max_buffered_rollouts"], 2 * keys["grpo__num_prompts_per_step"]
+        )
+    return sim_config(**keys)
+
+
+def prepare(case: Case) -> Watch:
+    """A world of this case with its onlooker."""
+    config = config_of(case, 0)
+    world = World(config, seed=case.seed, rows=case.rows, script=case.plan, reward=case.reward)
+    failure, journal = config.rollout_failure, config.journal
+    settings = Settings(
+        prompts_per_step=config.grpo.num_prompts_per_step,
+        generations=config.grpo.num_generations_per_prompt,
+        rows=case.rows,
+        full=config.data_plane.payloads == "full",
+        resume=config.async_rl.prefix == "resume",
+        granularity=config.async_rl.recovery_granularity,
+        replace=failure.on_dropped_prompt == "replace",
+        replacements_max=failure.max_replacement_attempts,
+        keep=config.checkpointing.keep_latest_k,
+    )
+    watch = Watch(world, settings, plane_options=case.plane, trainer_options=case.trainer)
+    flush_s = journal.flush_interval_ms / 1000
+    watch.window_us = round(2.5e6 * flush_s) + 1000
+    watch.window_tokens = journal.progress_interval_tokens + 8 + round(2.5 * flush_s / 0.01)
+    watch.slow = any(f["where"] == "events" or f["where"] == "payloads" for f in case.faults)
+    world.hooks = watch
+    return watch
+
+
+def arrange(case: Case, watch: Watch, life_number: int, crash: Crash) -> Any:
+    def now(life: Incarnation) -> None:
+        world, loop = watch.world, life.loop
+        assert loop is not None
+        world.storage.sleep = lambda seconds: setattr(loop._virtual, "now", loop._virtual.now + seconds)
+        if crash.how == "call":
+            left = [crash.count]
+
+            def hook(op: str, path: str) -> None:
+                if crash.after_restore and "RestoreStarted" not in watch.step_history:
+                    return
+                left[0] -= 1
+                if left[0] == 0:
+                    watch.coverage[f"call: {op}"] += 1
+                    watch.kill(life)
+
+            world.storage.hook = hook
+        for index, fault in enumerate(case.faults):
+            if (life_number + index) % 2 == 0 and life_number < 6:
+                loop.call_later(0.3, _inject, life, fault)
+        for step in case.lose_replies if life_number == 0 else ():
+            loop.call_later(0.3, lambda s=step: life.trainer.lose_reply_of.add(s) if life.trainer else None)
+        if world.zombies:
+            for number in range(6):
+                loop.call_later(0.2 + 0.4 * number, lambda: None if life.dead else world.shamble(0.3))
+
+    return now
+
+
+def _inject(life: Incarnation, fault: dict[str, Any]) -> None:
+    storage = life.world.storage
+    if "error" in fault:
+        if life.plane is not None:
+            life.plane.fail_next("save", fault["error"])
+    elif "delay" in fault:
+        storage.faults.append(Fault(fault["op"], skip=fault["at"], delay_s=fault["delay"], name=fault["where"]))
+    else:
+        storage.fail(fault["op"], fault["code"], times=1 + fault["at"] % 2, skip=fault["at"], name=fault["where"])
+
+
+def run_case(case: Case) -> Report:
+    """Raises Broken (or Stuck) at the first thing that is not as promised."""
+    watch = prepare(case)
+    world, report = watch.world, Report(case.seed)
+    chance = random.Random(case.seed ^ 0x5EED)
+    crashes = list(case.crashes)
+    finished = False
+    while not finished:
+        need(report.lives < LIVES_MAX, "progress", f"not finished after {report.lives} lives")
+        world.config = config_of(case, report.lives)
+        watch.crash = crash = crashes.pop(0) if crashes else Crash()
+        life = world.live(
+            kill_at_s=crash.time_s if crash.time_s < 1e6 else None,
+            limit_s=VIRTUAL_LIMIT_S,
+            arrange=arrange(case, watch, report.lives, crash),
+            undead=crash.undead,
+        )
+        report.lives += 1
+        if watch.broken:
+            raise watch.broken[0]
+        if life.killed:
+            if crash.power:
+                world.storage.power_cut(chance, crash.power)
+            _after_crash(case, watch, chance)
+            continue
+        assert life.outcome is not None
+        if life.outcome.exit_code != 0:
+            expected = any(text in life.outcome.detail for text in EXPECTED_FAILURES)
+            if "Errno" in life.outcome.detail:
+                expected = any("code" in fault for fault in case.faults)
+            need(expected, "outcome", f"life {report.lives}: {life.outcome.detail}")
+            watch.coverage["outcome: failed as scripted"] += 1
+            continue
+        finished = True
+    _last_looks(case, watch, report)
+    return report
+
+
+def _after_crash(case: Case, watch: Watch, chance: random.Random) -> None:
+    """Damage that a machine may do between two lives."""
+    world = watch.world
+    if case.lose_disk and not watch.lost_journals:
+        journals = sorted(d for d in world.storage.directories if d.startswith(PAYLOADS + "/"))
+        if journals:
+            gone = chance.choice(journals)
+            del world.storage.directories[gone]
+            watch.lost_journals.add(gone.rpartition("/")[2])
+            watch.coverage["a payload disk lost"] += 1
+    if chance.random() < 0.05:
+        manifests = sorted(
+            d for d in world.storage.directories if d.startswith(CHECKPOINTS + "/step_") and d.count("/") == 2
+        )
+        if len(manifests) > 1:
+            world.storage.delete(f"{manifests[-1]}/manifest.json")
+            watch.coverage["newest checkpoint damaged"] += 1
+
+
+def _last_looks(case: Case, watch: Watch, report: Report) -> None:
+    """The whole journal again, from outside, event by event."""
+    world = watch.world
+    events, first = read_events(world.storage, EVENTS)
+    state = State()
+    model = type(watch.live)(watch.settings, lost_journals=watch.lost_journals)
+    need(first == 0, "offsets", f"the journal begins at {first}")
+    stride = 1 if len(events) < 250 else 11
+    for offset, event in enumerate(events):
+        apply(state, offset, event)
+        model.feed(offset, event)
+        if offset % stride == 0 or offset == len(events) - 1:
+            theirs, mine = state.summary()["prompts"], model.sets()
+            need(theirs == mine, "P1", f"offset {offset}: the engine says {theirs}, the books {mine}")
+    need(model.version == world.config.grpo.max_steps, "end", f"ended at {model.version}")
+    for step, (incarnation, groups) in model.applied.items():
+        keys = [k for i, s, k in watch.trained if (i, s) == (incarnation, step)]
+        need(len(keys) == 1, "rule 17", f"incarnation {incarnation} trained step {step} {len(keys)} times")
+        members = {int(k.split(".")[1][1:]) for k in keys[0]}
+        need(members == set(groups), "P1", f"step {step} trained {members}, journal {groups}")
+    report.coverage, report.offset = watch.coverage, len(events)
+    report.events = Counter(type(event).__name__ for event in events)
+    report.digest = watch.digests[model.version]
+
+
+def run_seed(seed: int) -> Report:
+    """Draw and run; on-policy runs in which nothing else goes wrong end with an uninterrupted run's weights."""
+    case = draw(seed)
+    report = run_case(case)
+    keys = case.keys
+    on_policy = keys["async_rl__sampler__name"] == "in_order" and keys["async_rl__sampler__max_lookahead_versions"] == 0
+    warm = "async_rl__sampler__warmup_lookahead_versions" in keys
+    if on_policy and not warm and case.quiet and not case.flat_rewards:
+        again = draw(seed)
+        again.crashes, again.lose_replies = [], ()
+        whole = run_case(again)
+        need(whole.digest == report.digest, "weights", "not those of an uninterrupted run")
+        report.coverage["final weights compared"] += 1
+    return report
+
+
+__all__ = ["Broken", "Report", "run_case", "run_seed"]

@@ -1,0 +1,64 @@
+"""Whole runs with crashes, drawn from seeds: a fixed few always, fresh ones in CI. A failing one says how to replay."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.run import run_seed
+
+FIXED = range(20)
+FRESH = int(os.environ.get("UNLOST_SIMULATION_SEEDS", "500"))
+SECONDS_PER_SEED_MAX = 60
+
+
+@pytest.fixture(autouse=True)
+def no_hanging() -> Iterator[None]:
+    """A loop that never waits would hang the process, not only the virtual run."""
+
+    def too_long(*_: object) -> None:
+        raise AssertionError(f"more than {SECONDS_PER_SEED_MAX} s in one seed: something loops without waiting")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    logging.disable(logging.CRITICAL)  # scripted failures are loud
+    yield
+    logging.disable(logging.NOTSET)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def run(seed: int) -> Counter[str]:
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_SEED_MAX)
+    try:
+        return run_seed(seed).coverage
+    except AssertionError as error:
+        raise AssertionError(f"replay with: python -m tests.simulation {seed}\n{error}") from error
+
+
+@pytest.mark.parametrize("first", FIXED[::10])
+def test_fixed_seeds_keep_every_promise(first: int) -> None:
+    """Runs of all samplers, crashed and restored, against the independent model."""
+    total: Counter[str] = Counter()
+    for seed in range(first, first + 10):
+        total += run(seed)
+    assert total["crashes"] >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fresh_seeds_keep_every_promise() -> None:
+    """Seeds that nobody has seen before, at least 500 each time."""
+    base = time.time_ns() // 1_000_000 % 1_000_000_000
+    print(f"fresh seeds: python -m tests.simulation --count {FRESH} --from {base}")
+    total: Counter[str] = Counter()
+    for seed in range(base, base + FRESH):
+        total += run(seed)
+    assert total["crashes"] > FRESH / 2
+    for sampler in ("in_order", "weight_fifo", "windowed", "ready_first", "custom"):
+        assert total[f"sampler: {sampler}"] > FRESH / 40
