@@ -193,7 +193,7 @@ def run(quick: bool) -> Result:
                 rows,
             )
         ],
-        findings=[f"Image: {images}. Transitions of attempts: {min(per_attempt):.1f} to {max(per_attempt):.1f} µs CPU."],
+        findings=[f"Image: {images}. Attempts' transitions: {min(per_attempt):.1f} to {max(per_attempt):.1f} µs CPU."],
         targets=[
             Target(
                 f"whole transition at {sizes[-1]:,} live groups (dispatch, seal)", "≤ 3 µs", f"{worst:.2f} µs CPU",
