@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..journal.errors import JournalError, UnlostError
 from ..replay import events as ev
-from ..replay.payloads import PayloadStore
+from ..replay.payloads import AttemptTail, PayloadStore
 from ..replay.state import State
 from .checkpoints import Checkpointer, Folders
 from .config_keys import Config
@@ -25,7 +25,7 @@ from .healing import HealingDataPlane, RestartableDataPlane
 from .ledger import EventWriter, Ledger
 from .progress import EXIT_CODES, REASON_FAILED, REASON_FINISHED, Outcome, Progress, StopRequest
 from .protocols import Blocking, Clock, PromptSource, Trainer, WeightsRef, WorkerFactory
-from .restore import Restorer
+from .restore import Restorer, RestoreRefused
 from .retention import prune_payloads
 from .rollout import RolloutPump
 from .samplers import Sampler, SamplerError
@@ -35,6 +35,7 @@ from .workers import WorkerPool
 log = logging.getLogger(__name__)
 
 TELEMETRY_S = 0.5
+STOP_WORKERS_S = 60.0
 _T = TypeVar("_T")
 
 
@@ -173,46 +174,16 @@ class SingleController:
             )
         self._say("starting", "starting trainer, data plane and workers")
         await asyncio.gather(parts.trainer.start(), self.data_plane.start())
-        checkpointing = config.checkpointing
-        root = config.checkpoint_dir
-        full = config.data_plane.payloads == "full"
-        prefixes = {}
+        prefixes: dict[tuple[int, int], AttemptTail] = {}
         if self.state.needs_restore:
-            self._say("restoring", f"incarnation {self.identity.incarnation}: restoring")
-            restorer = Restorer(
-                self.ledger,
-                parts.sampler,
-                parts.trainer,
-                self.data_plane,
-                parts.payloads,
-                parts.folders,
-                root,
-                parts.clock,
-                resume_prefixes=config.async_rl.prefix == "resume",
-                granularity=config.async_rl.recovery_granularity,
-                on_phase=lambda phase: self._say("restoring", f"restoring: {phase}"),
-            )
-            restored = await restorer.run(restore, self.workers.start)
-            prefixes = restored.prefixes
-            self._say("restoring", "restored: " + ", ".join(f"{k} {v}" for k, v in restored.counters.items() if v))
+            prefixes = await self._restore(restore)
+        elif restore not in ("latest", "none"):
+            raise RestoreRefused(f"--restore {restore}: {config.run_dir} has no run yet")
         else:
             weights = await parts.trainer.publish_weights(self.state.branch)
             await self.workers.start(weights)
             self._synced(weights)
-        self._checkpointer = Checkpointer(
-            self.ledger,
-            parts.folders,
-            root,
-            parts.trainer,
-            self.data_plane,
-            parts.clock,
-            keep_latest_k=checkpointing.keep_latest_k,
-            failures_max=config.rollout_checkpointing.max_consecutive_failures,
-            save_data_plane=checkpointing.save_data_plane,
-            payloads_full=full,
-            after_commit=self._prune,
-            spawn=self._spawn,
-        )
+        self._checkpointer = self._make_checkpointer()
         await self._checkpointer.remove_leftovers()
         self._rollout = RolloutPump(
             config,
@@ -225,7 +196,7 @@ class SingleController:
             parts.clock,
             self._spawn,
         )
-        self._rollout.prefixes = dict(prefixes)
+        self._rollout.prefixes = prefixes
         self._train = TrainPump(
             config,
             self.ledger,
@@ -236,6 +207,44 @@ class SingleController:
             self.data_plane,
             self._checkpointer,
             parts.clock,
+        )
+
+    async def _restore(self, mode: str) -> dict[tuple[int, int], AttemptTail]:
+        """Take over from the incarnation before. Returns the token prefixes to go on from."""
+        parts, config = self.parts, self.config
+        self._say("restoring", f"incarnation {self.identity.incarnation}: restoring")
+        restorer = Restorer(
+            self.ledger,
+            parts.sampler,
+            parts.trainer,
+            self.data_plane,
+            parts.payloads,
+            parts.folders,
+            config.checkpoint_dir,
+            parts.clock,
+            resume_prefixes=config.async_rl.prefix == "resume",
+            granularity=config.async_rl.recovery_granularity,
+            on_phase=lambda phase: self._say("restoring", f"restoring: {phase}"),
+        )
+        restored = await restorer.run(mode, self.workers.start)
+        self._say("restoring", "restored: " + ", ".join(f"{k} {v}" for k, v in restored.counters.items() if v))
+        return dict(restored.prefixes)
+
+    def _make_checkpointer(self) -> Checkpointer:
+        parts, config = self.parts, self.config
+        return Checkpointer(
+            self.ledger,
+            parts.folders,
+            config.checkpoint_dir,
+            parts.trainer,
+            self.data_plane,
+            parts.clock,
+            keep_latest_k=config.checkpointing.keep_latest_k,
+            failures_max=config.rollout_checkpointing.max_consecutive_failures,
+            save_data_plane=config.checkpointing.save_data_plane,
+            payloads_full=parts.payloads is not None,
+            after_commit=self._prune,
+            spawn=self._spawn,
         )
 
     async def _prune(self) -> None:
@@ -383,7 +392,7 @@ class SingleController:
     async def _end(self, reason: str, detail: str) -> Outcome:
         """Stop the workers (their tails become durable), write RunEnded durably, let go of everything."""
         with contextlib.suppress(Exception):
-            await self.workers.stop()
+            await asyncio.wait_for(self.workers.stop(), STOP_WORKERS_S)
         try:
             if not self.state.ended and self.state.run_id:
                 generated = self.workers.generated()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .actor import log_to, sampler_of
+from .config import ConfigError
 from .config_keys import Config
 from .models import model_fingerprint
 from .progress import EXIT_CODES, EXIT_FAILED, REASON_FAILED, Outcome, Progress, StopRequest
@@ -31,6 +32,8 @@ def preflight(config: Config, *, take_over: bool = False) -> dict[str, str]:
     fingerprints = {"dataset": prompts.fingerprint, "model": model_fingerprint(config.model.path)}
     load_reward(config.reward.function, config.reward.path)
     sampler_of(config)
+    if config.data_plane.backend != "simple":
+        raise ConfigError(f"data_plane.backend {config.data_plane.backend}: this release can only start `simple`")
     check_run(config, fingerprints)
     if not take_over:
         check_free(config)

@@ -124,6 +124,7 @@ def test_journal_and_replay_are_light():
 PLAIN_ERRORS = {
     "journal/errors.py:UnlostError": "the root",
     "journal/frames.py:PayloadError": "never leaves its layer: its callers turn it into damage with a place",
+    "engine/ray_calls.py:ActorLost": "never leaves the handles: they turn it into WorkerLost or TrainerLost",
     "engine/protocols.py": "signals between the controller and its parts, some of them across processes",
 }
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from unlost.engine import models
-from unlost.engine.generator import EmbeddedGenerator, GeneratorError
 
 from tests.engine import tiny_models
+from unlost.engine import models
+from unlost.engine.generator import EmbeddedGenerator, GeneratorError
 
 PROMPTS = [[5, 9, 13], [7], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31], [40, 41, 42, 43, 44]]
 

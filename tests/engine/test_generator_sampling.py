@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from unlost.engine import sampling
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from unlost.engine.prompts import JsonlPrompts, PromptChanged, PromptFileError, content_hash, permutation, render
 from unlost.engine.protocols import PromptSource
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from unlost.engine.protocols import AttemptError
 from unlost.engine.rewards import Reward, RewardError, load_reward
 
