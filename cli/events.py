@@ -119,6 +119,16 @@ def _line(offset: int, event: Event) -> str:
     )
 
 
+def detail(event: Event, group: int) -> str:
+    """An event's fields in short, without those that say which group it is."""
+    shown = fields(event)
+    for name in ("t", "prompts", "groups"):
+        shown.pop(name, None)
+    if shown.get("group") == group:
+        del shown["group"]
+    return " ".join(f"{name}={_short(value)}" for name, value in shown.items())
+
+
 def _short(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{_short(inner)}" for name, inner in value.items()) + "}"

@@ -13,16 +13,60 @@ from .output import Format, console, print_fields, print_json, print_table, rang
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.", show_default=False)],
     at: Annotated[int | None, typer.Option(metavar="OFFSET", help="After this event, not the last.", min=0)] = None,
+    at_time: Annotated[
+        str | None,
+        typer.Option(metavar="T", help="At this moment: seconds on the run's clock, or a date and time (ISO 8601)."),
+    ] = None,
+    before_incarnation: Annotated[
+        int | None, typer.Option(metavar="N", help="Right before this incarnation: what its restore found.", min=1)
+    ] = None,
+    group: Annotated[int | None, typer.Option(metavar="ID", help="The whole life of this group instead.", min=0)] = None,
     format: Annotated[Format, typer.Option(help="For people, or for programs.")] = Format.table,
 ) -> None:
     """Show who owned what: fold the journal up to an event. Reads only, also beside a running run."""
     from ..replay.fold import fold_run
 
+    if sum(option is not None for option in (at, at_time, before_incarnation, group)) > 1:
+        from .errors import UsageFault
+
+        raise UsageFault("give one of --at, --at-time, --before-incarnation and --group")
+    if group is not None:
+        _show_life(run, group, format)
+        return
+    if at_time is not None or before_incarnation is not None:
+        from ..replay.fold import open_events
+        from ..replay.travel import offset_at_time, offset_before_incarnation
+
+        reader = open_events(run)
+        if at_time is not None:
+            at = offset_at_time(reader, at_time)
+        elif before_incarnation is not None:
+            at = offset_before_incarnation(reader, before_incarnation)
     summary = fold_run(run, at).summary()
     if format is Format.json:
         print_json(summary)
     else:
         show_summary(summary)
+
+
+def _show_life(run: Path, group: int, format: Format) -> None:
+    """Every event that concerns a group, in order."""
+    from ..replay.fold import open_events
+    from ..replay.travel import NoSuchMoment
+    from .events import GroupFilter, detail, fields
+
+    reader = open_events(run)
+    chosen = GroupFilter(group)
+    life = [(o, e) for o, e in reader.events(reader.first_offset) if chosen.concerns(e)]
+    if not life:
+        raise NoSuchMoment(f"{run}: no event concerns group {group}; `unlost sql {run} \"from groups\"` lists groups")
+    if format is Format.json:
+        print_json([{"offset": o, "event": type(e).__name__} | fields(e) for o, e in life])
+        return
+    began = life[0][1].t
+    rows = [(o, f"{e.t / 1e6:.3f}", f"{(e.t - began) / 1e6:+.3f}", type(e).__name__, detail(e, group)) for o, e in life]
+    columns = ["offset", "time s", "age s", "event", "detail"]
+    print_table(f"Group {group}", columns, rows, right=["offset", "time s", "age s"])
 
 
 def show_summary(summary: dict[str, Any]) -> None:

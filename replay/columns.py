@@ -74,11 +74,14 @@ class EventTable(NamedTuple):
     @property
     def columns(self) -> tuple[Column, ...]:
         """``event_offset``, then the fields that are not tables of their own."""
-        return (OFFSET, *(field.column for field in self.fields))
+        more = _SINGLE_SPAN if self.event is ev.AttemptSealed else ()
+        return (OFFSET, *(field.column for field in self.fields), *more)
 
 
 OFFSET: Final = Column("event_offset", INT64)
 POSITION: Final = Column("position", INT64)
+_SINGLE_SPAN: Final = (Column("span_branch", INT64), Column("span_version", INT64))
+"""Of an attempt that saw one set of weights from its first token on; else -1."""
 _CHILD_COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "generated": ("worker", "tokens"),
     "weight_spans": ("first_token", "branch", "version"),
@@ -165,6 +168,18 @@ _FRAME_COLUMNS: Final = (
 )
 
 
+TRACE_LINES: Final = "trace_lines"
+_TRACE_COLUMNS: Final = (
+    Column("line", INT64),
+    Column("t_s", DOUBLE),
+    Column("trace_run", TEXT),
+    Column("event", TEXT),
+    Column("prompt_id", TEXT),
+    Column("generation_index", INT64),
+    Column("attempt", INT64),
+    Column("understood", INT64),
+    Column("fields", TEXT),
+)
 TRIES: Final = "tries"
 _DISPATCHED: Final = next(table for table in EVENT_TABLES if table.event is ev.AttemptDispatched)
 _SEALED: Final = next(table for table in EVENT_TABLES if table.event is ev.AttemptSealed)
@@ -189,6 +204,7 @@ def table_columns() -> dict[str, tuple[Column, ...]]:
             found[child.table] = (OFFSET, POSITION, *child.columns)
     found[FRAMES] = _FRAME_COLUMNS
     found[TRIES] = _TRY_COLUMNS
+    found[TRACE_LINES] = _TRACE_COLUMNS
     return found
 
 
@@ -295,23 +311,35 @@ class EventColumns:
             self._flush_child(child, columns[child.index], columns[0])
 
     def _flush_sealed(self, rows: list[list[Any]]) -> None:
-        dispatches = list(map(self._open.pop, _identities(rows), repeat(None)))
-        pairs = [(row, other) for row, other in zip(rows, dispatches, strict=True) if other is not None]
-        if len(pairs) < len(rows):
+        dispatches: list[Any] = list(map(self._open.pop, _identities(rows), repeat(None)))
+        if None in dispatches:
             single = [row for row, other in zip(rows, dispatches, strict=True) if other is None]
             self._files.add(_SEALED.name, self._sealed_columns(single))
-        if pairs:
-            sealed = self._sealed_columns([row for row, _ in pairs])
-            dispatched = _transpose([other for _, other in pairs], _DEFAULTS[_DISPATCHED.tag])
+            rows = [row for row, other in zip(rows, dispatches, strict=True) if other is not None]
+            dispatches = [other for other in dispatches if other is not None]
+        if rows:
+            sealed = self._sealed_columns(rows)
+            dispatched = _transpose(dispatches, _DEFAULTS[_DISPATCHED.tag])
             self._files.add(TRIES, [*dispatched, *(sealed[i] for i in _SEALED_IN_TRY)])
 
     def _sealed_columns(self, rows: list[list[Any]]) -> list[Sequence[Any]]:
         columns = _transpose(rows, _DEFAULTS[_SEALED.tag])
         receipts = _transpose(columns[_RECEIPT_INDEX], _RECEIPT_DEFAULTS)
-        self._flush_child(_SEALED.children[0], receipts[_SPANS_IN_RECEIPT], columns[0])
+        spans = receipts[_SPANS_IN_RECEIPT]
+        # Most attempts see one set of weights: that fits in two columns, and only the others need the child table.
+        heads = [s[0] if len(s) == 1 else _MIXED for s in spans]
+        first_tokens, branches, versions = zip(*heads, strict=True)
+        if any(first_tokens):
+            heads = [head if not head[0] else _MIXED for head in heads]
+            _, branches, versions = zip(*heads, strict=True)
+        mixed = [(offset, s) for offset, s, version in zip(columns[0], spans, versions, strict=True) if version < 0]
+        if mixed:
+            self._flush_child(_SEALED.children[0], [s for _, s in mixed], [offset for offset, _ in mixed])
         return [
             columns[0],
             *(columns[f.path[0]] if len(f.path) == 1 else receipts[f.path[1]] for f in _SEALED.fields),
+            branches,
+            versions,
         ]
 
     def _flush_child(self, child: Child, lists: Sequence[Sequence[Any]], offsets: Sequence[int]) -> None:
@@ -335,6 +363,7 @@ def _identities(rows: list[list[Any]]) -> Iterator[tuple[int, int, int]]:
 
 
 _IDENTITY_OF: Final = itemgetter(2, 3, 4)
+_MIXED: Final = (0, -1, -1)
 _SEALED_IN_TRY: Final = [i for i, column in enumerate(_SEALED.columns) if column.name not in _IDENTITY]
 
 

@@ -337,16 +337,18 @@ def _run_parts(
 def _create_raw(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source], folder: Path) -> None:
     """The raw tables from the Parquet files, and views over those that are only wanted while loading."""
     connection.execute("CREATE SCHEMA raw")
+    # A small integer that reads as text: every join and group has it among its keys.
+    connection.execute(f"CREATE TYPE run_name AS ENUM ({', '.join(_quoted(source.run) for source in sources)})")
     files: dict[str, dict[int, list[str]]] = {}
     for file in sorted(folder.iterdir()):
         table, part, _ = file.name.split(".")
         files.setdefault(table, {}).setdefault(int(part.split("-")[0]), []).append(str(file))
     for table, columns in table_columns().items():
         typed = ", ".join(f"NULL::{column.type} AS \"{column.name}\"" for column in columns)
-        parts = [f"SELECT NULL::VARCHAR AS run, {typed} WHERE false"]
+        parts = [f"SELECT NULL::run_name AS run, {typed} WHERE false"]
         for number, paths in files.get(table, {}).items():
             listed = ", ".join(map(_quoted, paths))
-            parts.append(f"SELECT {_quoted(sources[number].run)}, * FROM read_parquet([{listed}])")
+            parts.append(f"SELECT {_quoted(sources[number].run)}::run_name, * FROM read_parquet([{listed}])")
         kind, name = ("TEMP VIEW", _WHILE_LOADING[table]) if table in _WHILE_LOADING else ("TABLE", f"raw.{table}")
         connection.execute(f"CREATE {kind} {name} AS {' UNION ALL '.join(parts)}")
 
@@ -359,8 +361,8 @@ _WHILE_LOADING: Final = {
 
 
 def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
-    connection.execute("CREATE TABLE sources (run VARCHAR, path VARCHAR, kind VARCHAR)")
-    connection.execute("CREATE TABLE chunks (run VARCHAR, tokens BIGINT)")
+    connection.execute("CREATE TABLE sources (run run_name, path VARCHAR, kind VARCHAR)")
+    connection.execute("CREATE TABLE chunks (run run_name, tokens BIGINT)")
     for source in sources:
         connection.execute("INSERT INTO sources VALUES (?, ?, ?)", [source.run, source.path, source.kind])
         connection.execute("INSERT INTO chunks VALUES (?, ?)", [source.run, _chunk_tokens(connection, source)])
@@ -377,6 +379,8 @@ def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Sourc
     connection.execute(f"CREATE VIEW events AS {_events_sql()}")
     for sql in sections.values():
         connection.execute(sql)
+    for name in _WHILE_LOADING.values():
+        connection.execute(f"DROP VIEW {name}")
 
 
 def _life_expression(connection: duckdb.DuckDBPyConnection) -> str:
@@ -439,7 +443,8 @@ def _chunk_tokens(connection: duckdb.DuckDBPyConnection, source: Source) -> int 
 # --- cache ----------------------------------------------------------------------------------------------------------
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where databases and the prompt's history are kept."""
     base = os.environ.get("UNLOST_CACHE")
     if base:
         return Path(base)
@@ -457,7 +462,7 @@ def _cache_file(sources: Sequence[Source]) -> Path | None:
         digest.update(resources.files(__package__).joinpath(module).read_bytes())
     for source in sources:
         digest.update(f"\0{source.run}\0{os.path.realpath(source.path)}\0{source.stamp}".encode())
-    return _cache_folder() / f"{digest.hexdigest()[:32]}.duckdb"
+    return cache_folder() / f"{digest.hexdigest()[:32]}.duckdb"
 
 
 def _keep(made: Path, kept: Path) -> Path:

@@ -40,12 +40,12 @@ FROM attempt_rows;
 CREATE VIEW raw.attempt_sealed AS
 SELECT run, sealed_event_offset AS event_offset, sealed_t AS t, group_id, sibling, attempt, reward, tokens, version_min,
        version_max, payload_journal, payload_offset, payload_checksum, truncated, prompt_tokens, payload_first_offset,
-       adopted
+       adopted, span_branch, span_version
 FROM attempt_rows WHERE sealed_event_offset IS NOT NULL
 UNION ALL
 SELECT s.run, s.event_offset, s.t, s.group_id, s.sibling, s.attempt, s.reward, s.tokens, s.version_min, s.version_max,
        s.payload_journal, s.payload_offset, s.payload_checksum, s.truncated, s.prompt_tokens, s.payload_first_offset,
-       s.adopted
+       s.adopted, s.span_branch, s.span_version
 FROM single_sealed s ANTI JOIN attempt_rows r USING (run, group_id, sibling, attempt);
 
 -- @incarnations
@@ -62,18 +62,22 @@ WITH started AS (
 ), last_events AS (
     SELECT run, event_offset, t FROM event_index
     WHERE event_offset IN (SELECT last_offset FROM bounded)
-), restarts AS (
-    SELECT run, event_offset, last_t FROM raw.restore_started
+), trace_ends AS (  -- a trace's last line counts, whether it was understood or not
+    SELECT run, incarnation, max(last_t) AS t FROM raw.frames WHERE segment = 'trace' GROUP BY ALL
+), ending AS (
+    SELECT b.*, greatest(coalesce(l.t, b.t), x.t) AS last_t
+    FROM bounded b
+    LEFT JOIN last_events l ON l.run = b.run AND l.event_offset = b.last_offset
+    LEFT JOIN trace_ends x ON x.run = b.run AND x.incarnation = b.incarnation
 )
 SELECT b.run, b.life, b.incarnation, b.run_id, b.host, b.pid, b.first_offset, b.last_offset, b.next_offset,
-       b.t / 1e6 AS started_s, coalesce(l.t, b.t) / 1e6 AS last_event_s, b.next_t / 1e6 AS next_started_s,
+       b.t / 1e6 AS started_s, b.last_t / 1e6 AS last_event_s, b.next_t / 1e6 AS next_started_s,
        b.wall_us / 1e6 AS started_wall_s,
        e.reason AS ended,
        CASE WHEN e.reason IS NOT NULL THEN 'ended' WHEN b.next_offset IS NOT NULL THEN 'killed' ELSE 'open' END AS status,
-       coalesce(l.t, b.t) / 1e6 AS died_min_s,
-       CASE WHEN e.reason IS NOT NULL THEN coalesce(l.t, b.t) ELSE b.next_t END / 1e6 AS died_max_s
-FROM bounded b
-LEFT JOIN last_events l ON l.run = b.run AND l.event_offset = b.last_offset
+       b.last_t / 1e6 AS died_min_s,
+       CASE WHEN e.reason IS NOT NULL THEN b.last_t ELSE b.next_t END / 1e6 AS died_max_s
+FROM ending b
 LEFT JOIN raw.run_ended e ON e.run = b.run AND e.event_offset BETWEEN b.first_offset AND b.last_offset;
 
 -- @checkpoints
@@ -121,8 +125,7 @@ WITH claims AS (
 )
 SELECT a.run, a.step, coalesce(a.branch, 0) AS branch, a.trainer_version, a.event_offset AS applied_offset,
        min(c.t) / 1e6 AS claimed_s, a.t / 1e6 AS applied_s, a.seconds AS train_seconds, a.loss, a.reward_mean,
-       a.tokens, a.metrics, a.back_offset AS rolled_back_offset, a.back_offset IS NOT NULL AS rolled_back,
-       list(c.event_offset ORDER BY c.event_offset) FILTER (c.event_offset IS NOT NULL) AS claim_offsets
+       a.tokens, a.metrics, a.back_offset AS rolled_back_offset, a.back_offset IS NOT NULL AS rolled_back
 FROM applied a
 LEFT JOIN claims c ON c.run = a.run AND c.step = a.step AND c.event_offset < a.event_offset
     AND (c.back_offset IS NULL OR c.back_offset > a.event_offset)
@@ -207,7 +210,7 @@ WITH RECURSIVE gone AS (
     SELECT run, group_id, max(event_offset) AS event_offset, arg_max(t, event_offset) AS t
     FROM raw.group_committed GROUP BY ALL
 )
-SELECT s.run, s.group_id, s.sample_id, s.epoch, s.prompt_index, s.task, s.kind, s.admission_id, s.generations,
+SELECT s.run, s.group_id, s.sample_id, s.epoch, s.prompt_index, s.task, s.kind, s.admission_id, nullif(s.generations, -1) AS generations,
        CASE
            WHEN t.times_trained > 0 THEN 'trained'
            WHEN g.how IS NOT NULL THEN g.how
@@ -241,6 +244,7 @@ LEFT JOIN committed c USING (run, group_id);
 
 -- @attempts
 CREATE VIEW attempts AS
+SELECT *, ended_s - dispatched_s AS seconds FROM (
 WITH placed AS (
     SELECT j.* EXCLUDE (tokens), j.tokens AS sealed_tokens, j.dispatched_event_offset AS dispatched_offset,
            j.sealed_event_offset AS sealed_offset,
@@ -295,7 +299,8 @@ SELECT j.run, j.group_id, j.sibling, j.attempt, j.incarnation, j.worker, j.branc
             WHEN coalesce(sealed_offset, failed_offset, abandoned_offset) IS NULL THEN 'in_flight'
             ELSE 'prefix' END AS fate,
        next_prefix, reward, j.truncated <> 0 AS truncated, j.prompt_tokens, j.version_min, j.version_max
-FROM held_and_kept j LEFT JOIN groups g USING (run, group_id);
+FROM held_and_kept j LEFT JOIN groups g USING (run, group_id)
+);
 
 -- @carried: seconds that a continued attempt took over from the ones before it, in proportion to the tokens kept
 CREATE TABLE carried AS
@@ -327,7 +332,7 @@ SELECT d.run, i.incarnation, d.started_offset, d.completed_offset, d.t / 1e6 AS 
        c.seconds, d.checkpoint, d.name, d.from_version, d.to_version,
        before.status AS before, before.ended AS before_ended, before.died_min_s, before.died_max_s,
        (SELECT min(a.t) FROM raw.attempt_dispatched a
-        WHERE a.run = d.run AND a.event_offset > d.completed_offset) / 1e6 AS first_dispatch_s,
+        WHERE a.run = d.run AND a.event_offset > coalesce(d.completed_offset, d.started_offset)) / 1e6 AS first_dispatch_s,
        (SELECT min(a.event_offset) FROM raw.step_claimed a
         WHERE a.run = d.run AND a.event_offset > d.completed_offset) AS first_claim_offset,
        i.first_offset, c.counters, c.timings
@@ -349,7 +354,7 @@ WITH gone AS (
         AND g.gone_offset < coalesce(r.first_claim_offset, 9e18)
     WHERE g.status IN ('discarded', 'evicted')
 ), wasted AS (
-    SELECT a.*, coalesce(c.carried_s, 0) + a.ended_s - a.dispatched_s AS invested_s,
+    SELECT a.*, coalesce(c.carried_s, 0) + a.seconds AS invested_s,
            CASE WHEN a.tokens > 0 THEN a.thrown_tokens / a.tokens
                 WHEN a.outcome IN ('failed', 'abandoned') OR a.lost_offset IS NOT NULL THEN 1 ELSE 0 END AS thrown_share,
            d.cut_s, gone.class AS gone_class, gone.gone_offset, gone.gone_s, chunk.tokens AS chunk
@@ -443,12 +448,16 @@ ASOF LEFT JOIN incarnations i ON i.run = w.run AND i.first_offset <= w.event_off
 
 -- @spans
 CREATE VIEW spans AS
-SELECT w.run, s.group_id, s.sibling, s.attempt, w.position AS span, w.first_token,
+SELECT run, group_id, sibling, attempt, 0 AS span, 0 AS first_token, tokens, span_branch AS branch,
+       span_version AS version, sealed_event_offset AS sealed_offset
+FROM attempt_rows WHERE span_version >= 0
+UNION ALL
+SELECT w.run, s.group_id, s.sibling, s.attempt, w.position, w.first_token,
        coalesce(lead(w.first_token) OVER (PARTITION BY w.run, w.event_offset ORDER BY w.position), s.tokens)
-           - w.first_token AS tokens,
-       w.branch, w.version, w.event_offset AS sealed_offset
+           - w.first_token,
+       w.branch, w.version, w.event_offset
 FROM raw.attempt_sealed_weight_spans w
-JOIN raw.attempt_sealed s ON s.run = w.run AND s.event_offset = w.event_offset;
+JOIN attempt_rows s ON s.run = w.run AND s.sealed_event_offset = w.event_offset;
 
 -- @batch_age
 CREATE VIEW batch_age AS
@@ -496,6 +505,13 @@ SELECT b.*, coalesce(t.steps, 0) AS steps, coalesce(t.trained_tokens, 0) AS trai
        b.sealed_tokens / b.width_s AS sealed_tokens_per_s
 FROM bins b LEFT JOIN trained t USING (run, bin_s);
 
+-- @trace_lines
+CREATE VIEW trace_lines AS
+SELECT run, line, t_s, trace_run, event, nullif(prompt_id, '') AS prompt_id,
+       nullif(generation_index, -1) AS generation_index, nullif(attempt, -1) AS attempt, understood <> 0 AS understood,
+       fields
+FROM raw.trace_lines;
+
 -- @runs
 CREATE TABLE runs AS
 WITH lives AS (
@@ -523,7 +539,7 @@ WITH a AS (
     SELECT run, count(*) AS dispatched, count(*) FILTER (outcome = 'sealed') AS sealed,
            count(*) FILTER (outcome = 'failed') AS failed, count(*) FILTER (outcome = 'abandoned') AS abandoned,
            count(*) FILTER (outcome = 'open') AS open,
-           sum(new_tokens) AS new_tokens, sum(thrown_tokens) AS thrown,
+           sum(new_tokens) AS new_tokens, sum(thrown_tokens) AS thrown, count(*) FILTER (tokens IS NULL) AS untold,
            sum(kept_tokens) FILTER (fate = 'trained') AS trained,
            sum(kept_tokens) FILTER (fate = 'buffered') AS buffered,
            sum(kept_tokens) FILTER (fate IN ('partial', 'in_flight', 'prefix')) AS in_flight,
@@ -570,12 +586,12 @@ SELECT a.run, 'token fates', 'tokens in events = trained + buffered + in flight 
        a.new_tokens, coalesce(a.trained, 0) + coalesce(a.buffered, 0) + coalesce(a.in_flight, 0) + coalesce(a.evicted, 0)
            + coalesce(a.discarded, 0) + coalesce(a.thrown, 0) AS found,
        a.new_tokens - found, 0, 0, a.new_tokens = found
-FROM a
+FROM a WHERE a.untold = 0
 UNION ALL
 SELECT a.run, 'token losses', 'lost tokens, listed singly = evicted + discarded + thrown away',
        coalesce(l.tokens, 0), coalesce(a.evicted, 0) + coalesce(a.discarded, 0) + coalesce(a.thrown, 0) AS found,
        coalesce(l.tokens, 0) - found, 0, 0, coalesce(l.tokens, 0) = found
-FROM a LEFT JOIN l USING (run)
+FROM a LEFT JOIN l USING (run) WHERE a.untold = 0
 UNION ALL
 SELECT w.run, 'worker counts', 'tokens as workers told last = tokens in events, for workers that were heard to the end',
        NULL, NULL, coalesce(w.told_residue, 0), 0, 0, coalesce(w.told_residue, 0) = 0
