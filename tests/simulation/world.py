@@ -267,7 +267,8 @@ class World:
                 limit.cancel()
                 if life.killed and undead:
                     self.zombies.append((life, loop))
-                    life.account(loop)
+                    life.account()
+                    self.now_us = max(self.now_us, life.clock._start + round(loop.time() * 1e6) if life.clock else 0)
                 else:
                     self.bury(life, loop)
         finally:
@@ -420,11 +421,9 @@ class Incarnation:
         if not self.death.done():
             self.death.set_result(None)
 
-    def account(self, loop: asyncio.AbstractEventLoop) -> None:
+    def account(self) -> None:
         """What the outside knows of this life, from the parts' own counters."""
         world = self.world
-        assert self.clock is not None
-        world.now_us = max(world.now_us, self.clock._start + round(loop.time() * 1e6))
         world.generated.append({w.worker_id: w.generator.generated_tokens for w in self.workers if w.generator})
         if self.trainer is not None:
             world.trained.extend((world.incarnations, step, keys) for step, keys in enumerate(self.trainer.trained))
@@ -432,8 +431,10 @@ class Incarnation:
     def end(self, loop: asyncio.AbstractEventLoop) -> None:
         """Clean up after an end of either kind."""
         world = self.world
-        if not self.undead and self.clock is not None:
-            self.account(loop)
+        if self.clock is not None:
+            world.now_us = max(world.now_us, self.clock._start + round(loop.time() * 1e6))
+            if not self.undead:
+                self.account()
         world.storage.crashed = True
         journals = [self.writer, *(worker.journal for worker in self.workers)]
         for worker in self.workers:
