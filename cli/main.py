@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from . import config, demo, events, mend, plan, replay, train, verify
+from . import config, demo, diff, events, export, mend, plan, replay, report, sql, train, verify, why
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -59,6 +59,11 @@ app.command(no_args_is_help=True)(train.train)
 app.command()(demo.demo)
 app.command(no_args_is_help=True)(replay.replay)
 app.command(no_args_is_help=True)(events.events)
+app.command(no_args_is_help=True)(diff.diff)
+app.command(no_args_is_help=True)(why.why)
+app.command()(sql.sql)
+app.command(no_args_is_help=True)(report.report)
+app.command(no_args_is_help=True)(export.export)
 app.command(no_args_is_help=True)(verify.verify)
 app.command(no_args_is_help=True)(plan.plan)
 app.command(no_args_is_help=True)(plan.checkpoints)
