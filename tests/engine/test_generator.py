@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.engine import tiny_models
-from unlost.engine import models
+from unlost.engine import models, sampling
 from unlost.engine.generator import EmbeddedGenerator, GeneratorError
 
 PROMPTS = [[5, 9, 13], [7], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31], [40, 41, 42, 43, 44]]
@@ -128,6 +128,7 @@ def test_joining_and_leaving_change_nothing(llama: Path) -> None:
     assert generator.running <= 3
     finish(generator)
     assert results[1].done == ["aborted"]
+    assert generator.generated_tokens == sum(len(result.ids) for result in results)
     for index, length in enumerate(lengths):
         expected = alone(llama, PROMPTS[index % len(PROMPTS)], seed=index, max_new_tokens=length)
         if index == 1:
@@ -136,6 +137,24 @@ def test_joining_and_leaving_change_nothing(llama: Path) -> None:
         assert results[index].ids == expected.ids
         assert results[index].done == expected.done
         assert results[index].logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_token_i_is_drawn_with_number_i_of_the_seed(llama: Path) -> None:
+    """Each token is what draw i picks from a full forward over all before it, wherever the response began."""
+    prompt, seed = PROMPTS[2], 2**63 + 12345
+    result = alone(llama, prompt, seed=seed, top_p=0.9)
+    model = models.load_model(llama, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + result.ids])).logits[0, len(prompt) - 1 : -1]
+    for index, token in enumerate(result.ids):
+        draw = sampling.uniform(seed, index)
+        assert sampling.sample(logits[index : index + 1], [draw], [1.0], [0.9])[0] == [token]
+
+
+def test_a_prompt_that_ends_with_the_end_token_is_still_answered(llama: Path) -> None:
+    """Only generated tokens end a response; chat templates end the user's turn with that token."""
+    result = alone(llama, [5, tiny_models.EOS])
+    assert len(result.ids) > 0
 
 
 @pytest.mark.parametrize("cut", [1, 7, 19])

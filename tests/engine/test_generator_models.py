@@ -192,6 +192,28 @@ def test_new_weights_are_not_starved_by_a_busy_loop(folder: Path) -> None:
     assert names == sorted(names), "a token tagged with older weights than its predecessor"
 
 
+def test_a_loop_stands_aside_for_weights_that_wait(folder: Path) -> None:
+    """While somebody waits to swap, no step begins: a lock alone, released and taken again at once, is not fair."""
+    generator = EmbeddedGenerator(folder, device="cpu")
+    generator.submit(
+        0, [5], seed=0, max_new_tokens=200, temperature=1.0, on_delta=lambda *_: None, on_done=lambda _: None
+    )
+    generator.eos = frozenset()
+    with generator._changed:
+        generator._swaps_waiting += 1
+    generator.start()
+    time.sleep(0.3)
+    assert generator.generated_tokens == 0
+    with generator._changed:
+        generator._swaps_waiting -= 1
+        generator._changed.notify_all()
+    deadline = time.monotonic() + 20
+    while generator.generated_tokens < 200 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    generator.stop()
+    assert generator.generated_tokens == 200
+
+
 def test_a_pause_is_what_decoding_stood_still(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the folder does not count, copying does."""
     generator = EmbeddedGenerator(folder, device="cpu")
