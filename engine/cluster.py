@@ -142,8 +142,9 @@ class Cluster:
                 "out (these are logical CPUs, there may be more of them than the machine has)"
             )
         self.directory = _session_directory()
+        reaper = os.path.join(os.path.dirname(__file__), "ray_reaper.py")
         self._reaper = subprocess.Popen(  # noqa: S603  # our own file
-            [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "ray_reaper.py"), self.directory],
+            [sys.executable, "-I", "-S", reaper, self.directory, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -6,7 +6,7 @@ it went, and kills every process of the cluster. It knows them by the cluster's 
 have log files open in it, or name it on their command line. (A mark in the environment does not do: processes that
 change their title overwrite it.)
 
-    python -I -S ray_reaper.py DIRECTORY   # removed at the end
+    python -I -S ray_reaper.py DIRECTORY DRIVER   # the directory is removed at the end; the driver's id is spared
 """
 
 import contextlib
@@ -19,13 +19,10 @@ import time
 PATIENCE_S = 10.0
 
 
-def processes_of(directory: str) -> list[int]:
+def processes_of(directory: str, spared: frozenset[int]) -> list[int]:
     """Ids of the living processes that have a file of the directory open, or its name on their command line."""
-    return [
-        int(name)
-        for name in os.listdir("/proc")
-        if name.isdigit() and int(name) != os.getpid() and _belongs(f"/proc/{name}", directory)
-    ]
+    ids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - spared
+    return sorted(pid for pid in ids if _belongs(f"/proc/{pid}", directory))
 
 
 def _belongs(process: str, directory: str) -> bool:
@@ -45,11 +42,12 @@ def _belongs(process: str, directory: str) -> bool:
 def main() -> None:
     """Wait for the driver's end, then clean up."""
     directory = os.path.join(sys.argv[1], "")
+    spared = frozenset({os.getpid(), int(sys.argv[2])})
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
     limit = time.monotonic() + PATIENCE_S
-    while (left := processes_of(directory)) and time.monotonic() < limit:
+    while (left := processes_of(directory, spared)) and time.monotonic() < limit:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

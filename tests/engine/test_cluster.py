@@ -87,12 +87,12 @@ def test_the_reaper_kills_what_belongs_to_the_directory_and_nothing_else(tmp_pat
     for each in (directory, neighbour):
         (each / "logs").mkdir(parents=True)
     sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    held = (directory / "logs" / "held").open("w")  # by us, the driver: it must not be killed itself
     with (directory / "logs" / "out").open("w") as mine, (neighbour / "logs" / "out").open("w") as others:
         doomed = [subprocess.Popen(sleeper, stdout=mine), subprocess.Popen([*sleeper, f"--dir={directory}/logs"])]
         spared = [subprocess.Popen(sleeper, stdout=others), subprocess.Popen([*sleeper, f"--dir={neighbour}/logs"])]
-    reaper = subprocess.Popen(
-        [sys.executable, "-I", "-S", ray_reaper.__file__, str(directory)], stdin=subprocess.PIPE, env={}
-    )
+    command = [sys.executable, "-I", "-S", ray_reaper.__file__, str(directory), str(os.getpid())]
+    reaper = subprocess.Popen(command, stdin=subprocess.PIPE, env={})
     try:
         time.sleep(0.2)
         assert [process.poll() for process in doomed] == [None, None]
@@ -104,6 +104,7 @@ def test_the_reaper_kills_what_belongs_to_the_directory_and_nothing_else(tmp_pat
         assert not directory.exists()
         assert neighbour.exists()
     finally:
+        held.close()
         for process in (*doomed, *spared, reaper):
             process.kill()
             process.wait()
@@ -168,7 +169,7 @@ def test_nothing_survives_a_killed_driver_and_the_next_starts_at_once(tmp_path: 
     assert again.returncode == 0, again.stderr
     directory = again.stdout.split()[1]
     assert not Path(directory).exists()
-    assert ray_reaper.processes_of(directory) == []
+    assert ray_reaper.processes_of(directory, frozenset()) == []
     print(f"started, used and stopped again in {time.monotonic() - began:.1f} s")
 
 
