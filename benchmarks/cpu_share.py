@@ -1,0 +1,190 @@
+"""The journal's share of all CPU time that a real training takes, Ray, TransferQueue and torch included.
+
+CPU seconds are counted, not wall-clock time compared: two runs of the same training differ by more than the journal
+costs. Flush threads are measured in the run itself; what the callers spend on building, encoding and queueing is
+measured afterwards by writing the run's own records once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+import psutil
+
+from unlost.journal import JournalError, JournalReader, JournalWriter
+from unlost.replay import events as ev
+from unlost.replay.payloads import checksum, shuffle, unshuffle
+
+from .result import Result, Table, Target
+
+QUICKSTART = Path(__file__).resolve().parent.parent / "examples" / "quickstart"
+LOOK_S = 0.1
+LIMIT_S = 600
+
+
+@dataclass
+class Cpu:
+    """CPU seconds of a process tree and of the flush threads in it; what has ended keeps its last reading."""
+
+    processes: dict[tuple[int, float], float] = field(default_factory=dict)
+    flush_threads: dict[str, float] = field(default_factory=dict)
+
+    def look(self, root: psutil.Process, announced: Path) -> None:
+        """Read every process below ``root``, and every thread that has announced itself."""
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                self.processes[process.pid, process.create_time()] = times.user + times.system
+        for name in os.listdir(announced):
+            pid, _, thread = name.partition(".")
+            with contextlib.suppress(OSError):
+                on_cpu_ns = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text(encoding="ascii").split()[0]
+                self.flush_threads[name] = int(on_cpu_ns) / 1e9
+
+    def sums(self) -> tuple[float, float]:
+        """All processes, all flush threads."""
+        return sum(self.processes.values()), sum(self.flush_threads.values())
+
+
+@dataclass
+class Trained:
+    """From the first applied step to the end: CPU seconds of all, of the flush threads; wall seconds; steps."""
+
+    cpu_s: float
+    flush_s: float
+    wall_s: float
+    steps: int
+    journals: int
+
+
+def _train(folder: Path, steps: int) -> Trained:
+    environment = os.environ | {
+        "UNLOST_BENCH_CPU": str(folder / "cpu"),
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent / "cpu_probe"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
+    command = [
+        sys.executable, "-m", "unlost.cli", "train", str(folder / "config.yaml"),
+        "-o", f"grpo.max_steps={steps}", "-o", f"run.dir={folder / 'run'}",
+    ]  # fmt: skip
+    with (folder / "train.out").open("wb") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, cwd=folder)
+    root, cpu = psutil.Process(process.pid), Cpu()
+    first: tuple[float, float, float, int] | None = None
+    began = time.monotonic()
+    while process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            cpu.look(root, folder / "cpu")
+        if first is None and (applied := _applied(folder / "run" / "events")):
+            first = (*cpu.sums(), time.monotonic(), applied)
+        if time.monotonic() - began > LIMIT_S:
+            process.kill()
+        time.sleep(LOOK_S if first else 0.5)
+    code = process.wait(30)
+    if code or first is None:
+        told = (folder / "train.out").read_text(errors="replace")[-3000:]
+        raise RuntimeError(f"exit code {code}, first step {'seen' if first else 'not seen'}:\n{told}")
+    total, flushing = cpu.sums()
+    wall = time.monotonic() - first[2]
+    return Trained(total - first[0], flushing - first[1], wall, steps - first[3], len(cpu.flush_threads))
+
+
+def _applied(events: Path) -> int:
+    """Steps applied so far."""
+    try:
+        reader: JournalReader[Any] = JournalReader(events, ev.EVENT_TYPES)
+        return sum(isinstance(event, ev.StepApplied) for _, event in reader.events(reader.first_offset))
+    except (JournalError, FileNotFoundError):
+        return 0
+
+
+def _callers(folder: Path) -> tuple[dict[str, float], int]:
+    """CPU seconds to build and append the run's records again, on one thread; and their number."""
+    spent = {"events": 0.0, "payload records": 0.0, "building payload records": 0.0}
+    again = Path(tempfile.mkdtemp(prefix="unlost-bench-"))
+    try:
+        spent["events"], count = _append_again(folder / "run" / "events", again / "e", ev.EVENT_TYPES)
+        for journal in sorted((folder / "run" / "payloads").iterdir()):
+            seconds, more = _append_again(journal, again / journal.name, ev.PayloadRecord)
+            spent["payload records"] += seconds
+            count += more
+            spent["building payload records"] += _build_again(journal)
+    finally:
+        shutil.rmtree(again, ignore_errors=True)
+    return spent, count
+
+
+def _append_again(source: Path, target: Path, types: Any) -> tuple[float, int]:
+    reader: JournalReader[Any] = JournalReader(source, types)
+    records = [record for _, record in reader.events(reader.first_offset)]
+    with JournalWriter.open(target, types, journal_id="bench") as writer:
+        began = thread_time()
+        for record in records:
+            writer.append(record)
+        return thread_time() - began, len(records)
+
+
+def _build_again(journal: Path) -> float:
+    """Shuffling and summing, as a worker does for each record."""
+    reader: JournalReader[Any] = JournalReader(journal, ev.PayloadRecord)
+    records = [record for _, record in reader.events(reader.first_offset)]
+    raw = [(type(r), unshuffle(r.token_ids), unshuffle(r.logprobs), r.weight_spans) for r in records]
+    began = thread_time()
+    for kind, ids, logprobs, spans in raw:
+        shuffle(ids)
+        shuffle(logprobs)
+        if kind is ev.SealedRecord:
+            checksum(ids, ids, logprobs, spans, 0.5)
+    return thread_time() - began
+
+
+def run(quick: bool) -> Result:
+    """One training; the first step is its warm-up."""
+    steps = 3 if quick else 15
+    folder = Path(tempfile.mkdtemp(prefix="unlost-bench-"))
+    try:
+        shutil.copytree(QUICKSTART, folder, dirs_exist_ok=True)
+        (folder / "cpu").mkdir()
+        subprocess.run([sys.executable, "make_model.py", "model"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        trained = _train(folder, steps)
+        callers, records = _callers(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    used = trained.cpu_s
+    journaling = trained.flush_s + sum(callers.values())
+    share = journaling / used
+    flushing = f"flush threads of {trained.journals} journals: compress, write, sync"
+    rows: list[list[str | float | int | None]] = [
+        ["all processes", used, 100.0],
+        [flushing, trained.flush_s, 100 * trained.flush_s / used],
+    ]
+    rows += [[f"callers: {what}", seconds, 100 * seconds / used] for what, seconds in callers.items()]
+    rows.append(["journaling together", journaling, 100 * share])
+    return Result(
+        name="cpu_share",
+        title="The journal's share of a training",
+        order=110,
+        method=(
+            f"`examples/quickstart`, {trained.steps} steps after the first ({trained.wall_s:.0f} s), {records:,} "
+            "records. CPU seconds of all processes of the run, Ray and TransferQueue included, and of the flush threads "
+            "(the kernel's part included) are read from outside after the first step and at the end; those of the "
+            "callers come from appending the whole run's records once more, shuffling and checksums included."
+        ),
+        tables=[Table("", ["", "CPU seconds", "%"], rows)],
+        targets=[Target("journaling's share of CPU time in training", "≤ 1 %", f"{100 * share:.2f} %", share <= 0.01)],
+        limits=(
+            "A tiny model with short responses and a progress interval of 8 tokens journals far more per CPU second "
+            "than a real one; beside a GPU the share of the machine's CPUs is another."
+        ),
+    )
