@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 import safetensors.torch
 import torch
 
-from ..journal.errors import UnlostError
+from .protocols import CheckpointDamaged
 
 _CHUNK_BYTES: Final = 1 << 24
 _DTYPES: Final = {
@@ -35,10 +35,6 @@ _DTYPES: Final = {
     torch.int8: "I8",
     torch.bool: "BOOL",
 }
-
-
-class CheckpointDamaged(UnlostError):
-    """A checkpoint file is missing or is not what was written: its digest differs. Nothing was loaded."""
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> str:

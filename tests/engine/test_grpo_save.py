@@ -22,7 +22,7 @@ from unlost.engine import models, tensors
 from unlost.engine.generator import EmbeddedGenerator
 from unlost.engine.grpo import CheckpointMismatch, GrpoSettings, GrpoTrainer
 from unlost.engine.grpo_batch import RowRefused
-from unlost.engine.tensors import CheckpointDamaged
+from unlost.engine.protocols import CheckpointDamaged
 
 SETTINGS = GrpoSettings(learning_rate=1e-3, weight_decay=0.01, micro_batch_tokens=64)
 
