@@ -151,15 +151,16 @@ def _steps(reading: _Reader) -> list[dict[str, Any]]:
 # --- timeline -------------------------------------------------------------------------------------------------------
 
 _WORKER_LEVELS: Final = """
-SELECT worker, floor((t - $begin) / $width) AS bin, sum(delta) AS running, sum(lost) AS lost FROM (
-    SELECT worker, dispatched_s AS t, 1 AS delta, 0 AS lost FROM attempts WHERE run = $run
-    UNION ALL SELECT worker, ended_s, -1, (outcome IN ('failed', 'abandoned') AND reason <> 'stopped')::INT
+SELECT worker, floor((t - $begin) / $width) AS bin, sum(delta) AS step,
+       sum(delta * (1 - ((t - $begin) / $width - floor((t - $begin) / $width)))) AS part, sum(cut) AS cut FROM (
+    SELECT worker, dispatched_s AS t, 1 AS delta, 0 AS cut FROM attempts WHERE run = $run
+    UNION ALL SELECT worker, ended_s, -1, (killed OR coalesce(reason = 'worker_lost', FALSE))::INT
         FROM attempts WHERE run = $run AND outcome <> 'open'
 ) GROUP BY ALL ORDER BY worker, bin"""
 
 
 def _timeline(reading: _Reader, about: dict[str, Any]) -> dict[str, Any]:
-    """Workers on lanes, with attempts running at the end of each bin, and the marks across all lanes."""
+    """Workers on lanes and the marks across them. ``cells``: (bin, mean attempts running from there on, cut off in it)."""
     begin, width = _span(about)
     workers = reading.all(
         "SELECT worker, incarnation, started_s, stopped_s, stopped, first_s, last_s, attempts, new_tokens FROM workers "
@@ -177,11 +178,14 @@ def _timeline(reading: _Reader, about: dict[str, Any]) -> dict[str, Any]:
         lanes[lane] = end
         worker.update(lane=lane, begin_s=start, end_s=end)
     cells: dict[int, list[list[float]]] = {}
-    running: dict[int, float] = {}
+    level: dict[int, float] = {}
     for row in reading.all(_WORKER_LEVELS, begin=begin, width=width):
-        number = row["worker"]
-        running[number] = running.get(number, 0) + float(row["running"])
-        cells.setdefault(number, []).append([int(row["bin"]), running[number], float(row["lost"])])
+        number, place = row["worker"], int(row["bin"])
+        mine, before = cells.setdefault(number, []), level.get(number, 0.0)
+        if mine and mine[-1][0] + 1 < place:  # it changed within its bin, and stays at its level until this one
+            mine.append([mine[-1][0] + 1, round(before, 2), 0])
+        mine.append([place, round(before + float(row["part"]), 2), int(row["cut"])])
+        level[number] = before + float(row["step"])
     checkpoints = reading.all(
         "SELECT checkpoint, kind, cut_s, ended_s, outcome, cut, trainer_version, reason FROM checkpoints "
         "WHERE run = $run ORDER BY cut_s"
