@@ -177,9 +177,9 @@ def run(quick: bool) -> Result:
         order=110,
         method=(
             f"`examples/quickstart`, {trained.steps} steps after the first ({trained.wall_s:.0f} s), {records:,} "
-            "records. CPU seconds of all processes of the run, Ray and TransferQueue included, and of the flush threads "
-            "(the kernel's part included) are read from outside after the first step and at the end; those of the "
-            "callers come from appending the whole run's records once more, shuffling and checksums included."
+            "records. CPU seconds of all processes of the run, Ray and TransferQueue included, and of the flush "
+            "threads (the kernel's part included) are read from outside after the first step and at the end; those "
+            "of the callers come from appending the whole run's records once more, shuffling and checksums included."
         ),
         tables=[Table("", ["", "CPU seconds", "%"], rows)],
         targets=[Target("journaling's share of CPU time in training", "≤ 1 %", f"{100 * share:.2f} %", share <= 0.01)],
