@@ -260,12 +260,15 @@ class RayTrainer:
             ray_calls.kill(rank)
 
     async def _ask(self, references: Sequence[Any], what: str, **options: Any) -> list[Any]:
-        """All replies. Every rank is waited for, then the first error is raised: none is left behind in a call."""
+        """All replies. Every rank is waited for, then an error is raised: none is left behind in a call.
+
+        A rank that is gone comes first: what the others say then (a broken collective) is only its consequence.
+        """
         replies = await asyncio.gather(
             *(ray_calls.call(reference, what=what, **options) for reference in references), return_exceptions=True
         )
         errors = [reply for reply in replies if isinstance(reply, BaseException)]
-        for error in sorted(errors, key=lambda error: isinstance(error, ray_calls.ActorLost)):
+        for error in sorted(errors, key=lambda error: not isinstance(error, ray_calls.ActorLost)):
             if isinstance(error, ray_calls.ActorLost):
                 raise TrainerLost(f"{error}: a trainer rank is gone; run the same command again") from error
             raise error
