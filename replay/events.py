@@ -404,6 +404,11 @@ EVENT_TYPES: Final[tuple[type[Event], ...]] = AnyEvent.__args__  # type: ignore[
 # --- payload journals: two record kinds of their own ---------------------------------------------------------------
 
 
+def row_key(incarnation: int, group: int, sibling: int, attempt: int) -> str:
+    """The key of an attempt's row in the data plane; ``AttemptKey.row_key`` without making the key first."""
+    return f"i{incarnation}.g{group}.s{sibling}.a{attempt}"
+
+
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
     """Identity of an attempt across the whole run; every payload record, row key and receipt names it.
 
@@ -417,7 +422,7 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True, gc=False, order=T
 
     def row_key(self) -> str:
         """The key of this attempt's row in the data plane."""
-        return f"i{self.incarnation}.g{self.group}.s{self.sibling}.a{self.attempt}"
+        return row_key(self.incarnation, self.group, self.sibling, self.attempt)
 
 
 class ProgressRecord(msgspec.Struct, frozen=True, array_like=True, tag=1):

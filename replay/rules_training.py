@@ -19,13 +19,13 @@ def do_group_committed(state: State, e: ev.GroupCommitted) -> None:
     state.leave(group)
     group.status = COMMITTED
     group.version_min, group.version_max = e.version_min, e.version_max
-    weights = [
-        state.scheduling_version(branch, version)
+    weights = {  # mostly one or two, however many siblings
+        (branch, version)
         for sibling in group.siblings
         if sibling.receipt is not None
         for _, branch, version in sibling.receipt.weight_spans
-    ]
-    group.start_weight = min(weights, default=group.start_weight)
+    }
+    group.start_weight = min((state.scheduling_version(*weight) for weight in weights), default=group.start_weight)
     state.enter(group)
 
 

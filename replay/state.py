@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from .events import AttemptKey, PromptRef, Receipt
+from .events import AttemptKey, PromptRef, Receipt, row_key
 
 
 class GroupStatus(IntEnum):
@@ -87,7 +87,8 @@ class Group(msgspec.Struct, array_like=True):
 
     def sealed_row_keys(self) -> list[str]:
         """Row keys of the sealed siblings, in sibling order."""
-        return [self.key(i).row_key() for i, s in enumerate(self.siblings) if s.status == SEALED]
+        group = self.id
+        return [row_key(s.incarnation, group, i, s.attempt) for i, s in enumerate(self.siblings) if s.status == SEALED]
 
 
 class Batch(msgspec.Struct, array_like=True):
