@@ -90,7 +90,8 @@ class RolloutPump:
         for admission_id in sorted(state.reserved):
             await self._admit(admission_id)
         limit = self.config.grpo.max_steps
-        while await self.ledger.wait_until(lambda: self.sampler.admits_at_most(limit, state) or self._starved()):
+        while not self.ledger.stopping:
+            await self.ledger.wait_until(lambda: self.sampler.admits_at_most(limit, state) or self._starved())
             reserved = await self._reserve()
             if reserved is not None:
                 admission_id, offset = reserved

@@ -47,6 +47,9 @@ class Case:
     lives: list[dict[str, Any]] = field(default_factory=list)  # keys changed from life to life
     faults: list[dict[str, Any]] = field(default_factory=list)
     lose_disk: bool = False
+    lose_plane_s: tuple[float, ...] = ()
+    folder_s: float = 0.0
+    worker_start_s: float = 0.1
     lose_replies: tuple[int, ...] = ()
     failing: float = 0.0
     dying: float = 0.0
@@ -58,7 +61,8 @@ class Case:
     @property
     def quiet(self) -> bool:
         """Nothing goes wrong but crashes."""
-        return not (self.failing or self.dying or self.bad_rewards or self.faults or self.lose_disk)
+        bad = self.failing or self.dying or self.bad_rewards or self.flat_rewards or self.faults
+        return not (bad or self.lose_disk or self.lose_plane_s)
 
     def _chance(self, *what: Any) -> random.Random:
         return random.Random(zlib.crc32(repr((self.seed, *what)).encode()))
@@ -144,7 +148,13 @@ def draw(seed: int) -> Case:
         keys["async_rl__prefix"] = "regenerate"
     case = Case(seed, keys, rows=r.choice((1000, 1000, prompts * 2 + 1, 2)), crashes=[])
     case.lengths = (r.choice((6, 12, 25)), r.choice((0.4, 0.9, 1.3)))
-    _troubles(case, r, siblings)
+    _paces(case, r)
+    if r.random() < 0.12:
+        keys |= {"async_rl__sampler__name": "in_order", "async_rl__sampler__max_lookahead_versions": 0}
+        keys.pop("async_rl__sampler__class", None)
+        keys.pop("async_rl__sampler__warmup_lookahead_versions", None)
+    else:
+        _troubles(case, r, siblings)
     case.crashes = [draw_crash(r) for _ in range(r.choice((1, 2, 3, 3)))]
     for _ in range(len(case.crashes) + 1):
         changed: dict[str, Any] = {"workers__count": r.choice((1, 2, 3))}
@@ -154,9 +164,13 @@ def draw(seed: int) -> Case:
     return case
 
 
-def _troubles(case: Case, r: random.Random, siblings: int) -> None:
+def _paces(case: Case, r: random.Random) -> None:
+    case.folder_s, case.worker_start_s = r.choice((0.0, 0.0, 0.02, 0.3)), r.choice((0.1, 0.1, 1.0))
     case.plane = {"put_seconds": r.choice((0.004, 0.004, 0.1)), "save_seconds": r.choice((0.1, 0.5))}
     case.trainer = {"step_seconds": r.choice((0.1, 0.5, 1.0)), "save_seconds": r.choice((0.05, 0.5))}
+
+
+def _troubles(case: Case, r: random.Random, siblings: int) -> None:
     if r.random() < 0.3:
         case.failing = 0.1
     if r.random() < 0.25:
@@ -170,6 +184,8 @@ def _troubles(case: Case, r: random.Random, siblings: int) -> None:
         case.lose_replies = tuple(r.sample(range(4), 2))
     if r.random() < 0.08 and case.keys["data_plane__payloads"] == "full":
         case.lose_disk = True
+    if r.random() < 0.1 and case.keys["data_plane__payloads"] == "full":
+        case.lose_plane_s = tuple(r.uniform(0.3, 6) for _ in range(2))
     for _ in range(r.choice((0, 0, 0, 1, 2))):
         case.faults.append(
             r.choice(
@@ -191,8 +207,12 @@ def _troubles(case: Case, r: random.Random, siblings: int) -> None:
 
 def draw_crash(r: random.Random) -> Crash:
     how = r.choices(
-        ("time", "call", "append", "before", "queued", "durable", "effect", "phase", "restore event", "restore call"),
-        (14, 8, 8, 6, 6, 8, 12, 6, 12, 5),
+        (
+            *["time", "call", "append", "before", "queued", "durable", "effect", "phase", "stop"],
+            "restore event",
+            "restore call",
+        ),
+        (14, 8, 8, 6, 6, 8, 12, 6, 4, 12, 5),
     )[0]
     crash = Crash(how=how, time_s=r.uniform(0.05, 12), power=r.choice(("", "", "drop", "tear", "keep")))
     crash.undead = how == "time" and r.random() < 0.3
@@ -209,6 +229,8 @@ def draw_crash(r: random.Random) -> Crash:
     elif how == "restore event":
         crash.how = r.choice(("append", "before", "queued", "durable"))
         crash.what, crash.count, crash.after_restore = r.choice(RESTORE_EVENTS), r.choice((1, 1, 2)), True
+    elif how == "stop":
+        crash.stop_s, crash.time_s = crash.time_s, r.choice((1e9, crash.time_s + r.uniform(0, 0.5)))
     elif how == "call":
         crash.count = r.randrange(1, 400)
     elif how == "restore call":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -176,6 +177,11 @@ class WatchedFolders(SimFolders):
     def __init__(self, watch: Watch, life: Incarnation) -> None:
         super().__init__(watch.world.storage)
         self.watch, self.life = watch, life
+
+    async def make(self, path: str) -> None:
+        if self.watch.folder_s:
+            await asyncio.sleep(self.watch.folder_s)
+        await super().make(path)
 
     async def publish(self, source: str, target: str) -> int:
         watch = self.watch

@@ -13,6 +13,7 @@ from tests.simulation.model import Broken, Settings, need
 from tests.simulation.raw import read_events
 from tests.simulation.watch import Crash, Watch
 from tests.simulation.world import CHECKPOINTS, EVENTS, PAYLOADS, Incarnation, World, sim_config
+from unlost.engine.progress import EXIT_RESUMABLE
 from unlost.replay.state import State
 from unlost.replay.transitions import apply
 
@@ -50,6 +51,7 @@ def prepare(case: Case) -> Watch:
     """A world of this case with its onlooker."""
     config = config_of(case, 0)
     world = World(config, seed=case.seed, rows=case.rows, script=case.plan, reward=case.reward)
+    world.worker_start_s = case.worker_start_s
     failure, journal = config.rollout_failure, config.journal
     settings = Settings(
         prompts_per_step=config.grpo.num_prompts_per_step,
@@ -67,6 +69,7 @@ def prepare(case: Case) -> Watch:
     watch.window_us = round(2.5e6 * flush_s) + 1000
     watch.window_tokens = journal.progress_interval_tokens + 8 + round(2.5 * flush_s / 0.01)
     watch.slow = any(f["where"] == "events" or f["where"] == "payloads" for f in case.faults)
+    watch.folder_s = case.folder_s
     world.hooks = watch
     return watch
 
@@ -93,6 +96,8 @@ def arrange(case: Case, watch: Watch, life_number: int, crash: Crash) -> Any:
                 loop.call_later(0.3, _inject, life, fault)
         for step in case.lose_replies if life_number == 0 else ():
             loop.call_later(0.3, lambda s=step: life.trainer.lose_reply_of.add(s) if life.trainer else None)
+        for moment in case.lose_plane_s:
+            loop.call_later(moment, lambda: life.plane.lose() if life.plane and not watch.live.restoring else None)
         if world.zombies:
             for number in range(6):
                 loop.call_later(0.2 + 0.4 * number, lambda: None if life.dead else world.shamble(0.3))
@@ -124,6 +129,7 @@ def run_case(case: Case) -> Report:
         watch.crash = crash = crashes.pop(0) if crashes else Crash()
         life = world.live(
             kill_at_s=crash.time_s if crash.time_s < 1e6 else None,
+            stop_at_s=crash.stop_s if crash.stop_s < 1e6 else None,
             limit_s=VIRTUAL_LIMIT_S,
             arrange=arrange(case, watch, report.lives, crash),
             undead=crash.undead,
@@ -137,6 +143,9 @@ def run_case(case: Case) -> Report:
             _after_crash(case, watch, chance)
             continue
         assert life.outcome is not None
+        if life.outcome.exit_code == EXIT_RESUMABLE:
+            watch.coverage["outcome: stopped as asked"] += 1
+            continue
         if life.outcome.exit_code != 0:
             expected = any(text in life.outcome.detail for text in EXPECTED_FAILURES)
             if "Errno" in life.outcome.detail:
@@ -200,7 +209,7 @@ def run_seed(seed: int) -> Report:
     keys = case.keys
     on_policy = keys["async_rl__sampler__name"] == "in_order" and keys["async_rl__sampler__max_lookahead_versions"] == 0
     warm = "async_rl__sampler__warmup_lookahead_versions" in keys
-    if on_policy and not warm and case.quiet and not case.flat_rewards:
+    if on_policy and not warm and case.quiet:
         again = draw(seed)
         again.crashes, again.lose_replies = [], ()
         whole = run_case(again)

@@ -39,6 +39,7 @@ class Crash:
     power: str = ""
     undead: bool = False
     after_restore: bool = False
+    stop_s: float = 1e9  # asked to stop at that moment, orderly
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Watch(Hooks):
     produced: dict[ev.AttemptKey, int] = field(default_factory=dict)
     pending: list[tuple[int, Any, int]] = field(default_factory=list)
     lost_journals: set[str] = field(default_factory=set)
+    folder_s: float = 0.0
     window_tokens: int = 0
     window_us: int = 0
     slow: bool = False

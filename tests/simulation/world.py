@@ -207,6 +207,7 @@ class World:
     progress: list[Progress] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     reward: Callable[[Prompt, Sequence[int]], float] = sim_reward
+    worker_start_s: float = 0.1
     zombies: list[tuple[Incarnation, VirtualLoop]] = field(default_factory=list)
 
     def plan(self, key: AttemptKey, seed: int) -> SimPlan:
@@ -399,6 +400,7 @@ class Incarnation:
             storage=world.storage,
             journal_options=config.journal.options(),
             reward=world.reward,
+            start_seconds=world.worker_start_s,
         )
         world.hooks.worker(self, worker)
         self.workers.append(worker)
