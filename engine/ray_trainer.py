@@ -22,6 +22,7 @@ from . import ray_calls
 from .actor import log_to
 from .config_keys import Config
 from .data_plane import AttachedDataPlane
+from .imports import preload
 from .protocols import Row, StepMismatch, StepResult, WeightsRef
 from .runfolder import WEIGHTS_FOLDER
 
@@ -67,6 +68,7 @@ class TrainerProcess:
 
     async def _start(self, init_method: str) -> None:
         log_to(self._config.run_dir)
+        await preload()
         await asyncio.gather(self._in_order(lambda: self._load_model(init_method)), self._data_plane.start())
 
     def _load_model(self, init_method: str) -> None:

@@ -17,6 +17,7 @@ from . import ray_calls
 from .actor import log_to
 from .config_keys import Config
 from .data_plane import AttachedDataPlane
+from .imports import preload
 from .prompts import render
 from .protocols import AttemptRequest, Clock, Prompt, WeightsRef, WorkerLost, WorkerStats
 from .rewards import load_reward
@@ -75,6 +76,7 @@ class WorkerProcess:
 
     async def _start(self, weights: WeightsRef) -> None:
         log_to(self._config.run_dir)
+        await preload()
         self._core = self._make_core()
         await self._core.start(weights)
 
