@@ -158,12 +158,10 @@ FROM waits GROUP BY ALL ORDER BY ALL""",
 )
 SELECT r.run, r.incarnation AS restarted_as, ran.running AS running_at_death, ran.adopted, ran.resumed,
        ran.prefix_tokens_reused, ran.tokens_thrown,
-       (r.counters->>'$.siblings_reused')::BIGINT AS siblings_reused,
-       (r.counters->>'$.siblings_rerun')::BIGINT AS siblings_rerun,
-       (r.counters->>'$.groups_complete_restored')::BIGINT AS groups_complete_restored,
-       (r.counters->>'$.groups_unfinished_found')::BIGINT AS groups_unfinished_found,
+       f.groups_complete_restored, f.groups_unfinished_found, f.siblings_reused, f.siblings_rerun,
        (r.counters->>'$.groups_rolled_back')::BIGINT AS groups_rolled_back
 FROM restores r
+LEFT JOIN restore_finds f ON f.run = r.run AND f.incarnation = r.incarnation
 LEFT JOIN incarnations i ON i.run = r.run AND i.incarnation = r.incarnation
 LEFT JOIN incarnations b ON b.run = r.run AND b.next_offset = i.first_offset
 LEFT JOIN ran ON ran.run = r.run AND ran.incarnation = b.incarnation

@@ -179,6 +179,13 @@ restores: One row per restore that was begun.
   counters: JSON, all restore counters
   timings: JSON, seconds by phase
 
+restore_finds: What each completed restore found, counted from the events before it.
+  incarnation: opening that restored
+  groups_complete_restored: complete groups, in the buffer or about to be
+  groups_unfinished_found: groups with siblings missing, also those never dispatched
+  siblings_reused: sealed siblings of the unfinished groups, adopted ones included
+  siblings_rerun: the others
+
 losses: One row per loss. Add seconds up within one resource only: a second of an attempt, of the trainer and of the wall differ.
   class: in_flight (ran when the controller died), sealed_not_durable (payload lost), granularity (sealed, given up with its group), failed, worker_lost, weight_sync, stopped, stale_aborted, stale_evicted, stale_at_restore, dropped, filtered, poisoned, rolled_back_training, restart_idle, weight_sync_pause, or another reason from the journal
   resource: generation (attempt-seconds), trainer (training seconds), wall (seconds of the whole run)

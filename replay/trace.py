@@ -17,6 +17,7 @@ import msgspec
 import zstandard
 
 from . import events as ev
+from .columns import snake
 from .state import State
 
 DISPATCHED: Final = "attempt_dispatched"
@@ -102,7 +103,8 @@ class TraceProjection:
         if type(event) is ev.RunStarted:
             self._run = f"{event.run_id}-{event.incarnation}"
             self._anchor_us = event.wall_us - event.t
-        lines: Iterable[dict[str, Any]] = make(event) if make is not None else ()
+        # An event without lines of its own is a sign of life all the same: it bounds the moment of a death.
+        lines: Iterable[dict[str, Any]] = make(event) if make is not None else ({"event": snake(type(event).__name__)},)
         head = {"t": round((self._anchor_us + event.t) / 1e6, 6), "run": self._run}
         return [head | line for line in lines]
 

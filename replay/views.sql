@@ -341,6 +341,35 @@ ASOF LEFT JOIN incarnations i ON i.run = d.run AND i.first_offset <= d.started_o
 LEFT JOIN incarnations before ON before.run = i.run AND before.next_offset = i.first_offset
 LEFT JOIN raw.restore_completed c ON c.run = d.run AND c.event_offset = d.completed_offset;
 
+-- @restore_finds: what each restore found, by the events before it, beside what it told itself
+CREATE VIEW restore_finds AS
+WITH trained AS (
+    SELECT r.run, r.incarnation, s.group_id
+    FROM restores r JOIN step_groups s ON s.run = r.run AND s.applied_offset < r.completed_offset
+        AND (s.rolled_back_offset IS NULL OR s.rolled_back_offset > r.completed_offset)
+), alive AS (
+    SELECT r.run, r.incarnation, r.completed_offset, g.group_id, g.generations
+    FROM restores r
+    JOIN groups g ON g.run = r.run AND g.reserved_offset < r.completed_offset
+        AND (g.gone_offset IS NULL OR g.gone_offset > r.completed_offset)
+        AND NOT (g.kind IN ('spare', 'requeued') AND coalesce(g.admitted_s > r.completed_s, TRUE))
+    ANTI JOIN trained t ON t.run = r.run AND t.incarnation = r.incarnation AND t.group_id = g.group_id
+), sealed AS (
+    SELECT l.run, l.incarnation, l.group_id, count(*) AS siblings
+    FROM alive l JOIN attempt_rows a ON a.run = l.run AND a.group_id = l.group_id
+    WHERE a.sealed_event_offset < l.completed_offset
+        AND (a.abandoned_offset IS NULL OR a.abandoned_offset > l.completed_offset)
+    GROUP BY ALL
+), judged AS (
+    SELECT l.*, coalesce(s.siblings, 0) AS siblings, coalesce(s.siblings, 0) = l.generations AS complete
+    FROM alive l LEFT JOIN sealed s USING (run, incarnation, group_id)
+)
+SELECT run, incarnation, count(*) FILTER (complete) AS groups_complete_restored,
+       count(*) FILTER (NOT complete) AS groups_unfinished_found,
+       coalesce(sum(siblings) FILTER (NOT complete), 0) AS siblings_reused,
+       coalesce(sum(generations - siblings) FILTER (NOT complete), 0) AS siblings_rerun
+FROM judged GROUP BY run, incarnation;
+
 -- @losses
 CREATE TABLE losses AS
 WITH gone AS (
@@ -601,6 +630,16 @@ SELECT w.run, 'worker counts after a kill', 'tokens that workers had counted and
        NULL, NULL, greatest(coalesce(w.unknown_min, 0) - coalesce(w.unknown_max, w.unknown_min, 0), 0),
        coalesce(w.unknown_min, 0), w.unknown_max, coalesce(w.unknown_min, 0) <= coalesce(w.unknown_max, w.unknown_min, 0)
 FROM w WHERE w.counting > 0
+UNION ALL
+SELECT f.run, 'restore counters', 'what restores told = what the events before them show (groups and siblings)',
+       sum(told) AS expected, sum(seen) AS found, sum(abs(told - seen)), 0, 0, sum(abs(told - seen)) = 0
+FROM (
+    SELECT f.run, unnest([f.groups_complete_restored, f.groups_unfinished_found, f.siblings_reused, f.siblings_rerun]) AS seen,
+           unnest([(r.counters->>'$.groups_complete_restored')::BIGINT, (r.counters->>'$.groups_unfinished_found')::BIGINT,
+                   (r.counters->>'$.siblings_reused')::BIGINT, (r.counters->>'$.siblings_rerun')::BIGINT]) AS told
+    FROM restore_finds f JOIN restores r USING (run, incarnation)
+    WHERE r.completed_offset IS NOT NULL
+) f WHERE f.told IS NOT NULL GROUP BY f.run
 UNION ALL
 SELECT a.run, 'seconds', 'seconds of all attempts = of useful ones + lost + still in flight',
        a.seconds, coalesce(l.seconds, 0) + coalesce(u.seconds, 0) + coalesce(x.seconds, 0) AS found,
