@@ -52,11 +52,16 @@ class Writer:
 
 
 @pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+def workplaces(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the FIFOs are made; the service is taken to be on this machine."""
+    folder = tmp_path_factory.mktemp("workplaces")
+    monkeypatch.setattr(snapshot.tempfile, "tempdir", str(folder))
+
     def same_machine(client: Writer) -> bool:
         return {info.ip for info in client.storage_manager.get_zmq_server_info().values()} == {"here"}
 
     monkeypatch.setattr(snapshot, "_same_machine", same_machine)
+    return folder
 
 
 def tee_threads() -> list[threading.Thread]:
@@ -64,7 +69,7 @@ def tee_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["through FIFOs", "read back"])
-async def test_files_and_digests_are_what_was_written(elsewhere: bool, tmp_path: Path) -> None:
+async def test_files_and_digests_are_what_was_written(elsewhere: bool, tmp_path: Path, workplaces: Path) -> None:
     """Every byte arrives, from none to several pipe buffers; digests verify; no temporary file or thread stays."""
     writer = Writer([5_000_000, 1, 70_000], elsewhere=elsewhere)
     directory = tmp_path / "snapshot"
@@ -77,7 +82,7 @@ async def test_files_and_digests_are_what_was_written(elsewhere: bool, tmp_path:
     snapshot.verify(str(directory), digests)
     assert snapshot.storage_units(str(directory)) == 3
     assert tee_threads() == []
-    assert os.listdir(tmp_path) == ["snapshot"]
+    assert (os.listdir(tmp_path), os.listdir(workplaces)) == (["snapshot"], [])
 
 
 def files(directory: Path) -> list[Path]:
@@ -87,11 +92,11 @@ def files(directory: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("fail", "message"), [("before", "does not answer"), ("unit 1 writes nowhere", "came out empty")]
 )
-async def test_a_save_that_fails_leaves_nothing(fail: str, message: str, tmp_path: Path) -> None:
+async def test_a_save_that_fails_leaves_nothing(fail: str, message: str, tmp_path: Path, workplaces: Path) -> None:
     """A unit that does not answer, or that answers without writing, fails the save; threads and files go."""
     with pytest.raises(Exception, match=message):
         await snapshot.save(Writer([1000, 1000], fail=fail), str(tmp_path / "snapshot"))
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) + os.listdir(workplaces) == []
     for thread in tee_threads():
         thread.join(5)
     assert tee_threads() == []
@@ -100,8 +105,12 @@ async def test_a_save_that_fails_leaves_nothing(fail: str, message: str, tmp_pat
 async def test_a_full_disk_is_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writers get rid of all they have, and the save fails with the disk's error."""
 
+    original = snapshot._write_all
+
     def full(descriptor: int, data: bytes) -> None:
-        raise OSError(28, "No space left on device")
+        if len(data) > 10_000:  # what is small still fits
+            raise OSError(28, "No space left on device")
+        original(descriptor, data)
 
     monkeypatch.setattr(snapshot, "_write_all", full)
     with pytest.raises(OSError, match="No space left"):
