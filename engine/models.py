@@ -215,8 +215,8 @@ def named_tensors(model: Any) -> dict[str, torch.Tensor]:
 def publish_model(model: Any, path: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
     """Write a model folder at ``path``: config, safetensors, tokenizer files if asked. It appears whole or not at all.
 
-    An existing folder of that name is replaced. Not fsynced: published weights are made again from the trainer after a
-    crash, and waiting for the disk here would stop generation. Raises PublishError.
+    An existing folder of that name is replaced (and absent for an instant). Not fsynced: published weights are made
+    again from the trainer after a crash, and waiting for the disk here would stop generation. Raises PublishError.
     """
     from transformers.utils import logging as transformers_logging
 
