@@ -12,8 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-import ray
-import transfer_queue as tq
 
 from tests.engine.payload_samples import row
 from tests.fakes import SimDataPlane
@@ -276,6 +274,9 @@ async def test_a_dead_storage_unit_is_noticed_and_replaced(real_plane: TransferQ
 
     The snapshot taken before is TransferQueue's own: its own loader takes it into the new service.
     """
+    import ray
+    import transfer_queue as tq  # takes seconds to import: not for the fast tests
+
     attached = AttachedDataPlane()
     await attached.start()
     rows = [sample(group, tokens=1024, prompt_tokens=64) for group in range(100)]
