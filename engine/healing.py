@@ -81,6 +81,8 @@ class HealingDataPlane:
         ``call`` must be safe to repeat. For calls of others (a worker's put, a train step) that touch the data plane.
         """
         for left in range(HEALS_MAX, -1, -1):
+            async with self._healing:  # rows are on their way back: who looks now would miss them
+                pass
             before = self.generation
             try:
                 return await call()

@@ -208,6 +208,9 @@ class RolloutPump:
         state, limits = self.state, self.config.async_rl
         if not self._waiting:
             return -1
+        synced = (state.synced_branch, state.synced_version) == (state.branch, state.trainer_version)
+        if self.sampler.is_on_policy and not synced:
+            return -1  # the gate is open since the step was applied, but the workers still have the weights before it
         busy = self.in_flight >= limits.max_inflight_prompts or self.ledger.writer.above_high_mark
         room = not busy and self.launched + len(state.committed) < limits.max_buffered_rollouts
         for index, group_id in enumerate(self._waiting):

@@ -206,14 +206,8 @@ def _troubles(case: Case, r: random.Random, siblings: int) -> None:
 
 
 def draw_crash(r: random.Random) -> Crash:
-    how = r.choices(
-        (
-            *["time", "call", "append", "before", "queued", "durable", "effect", "phase", "stop"],
-            "restore event",
-            "restore call",
-        ),
-        (14, 8, 8, 6, 6, 8, 12, 6, 4, 12, 5),
-    )[0]
+    hows = ["time", "call", "append", "before", "queued", "durable", "effect", "phase", "stop"]
+    how = r.choices([*hows, "restore event", "restore call"], (14, 8, 8, 6, 6, 8, 12, 6, 4, 12, 5))[0]
     crash = Crash(how=how, time_s=r.uniform(0.05, 12), power=r.choice(("", "", "drop", "tear", "keep")))
     crash.undead = how == "time" and r.random() < 0.3
     if how == "time":

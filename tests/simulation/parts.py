@@ -61,6 +61,7 @@ class WatchedPlane(SimDataPlane):
         super().__init__(*arguments, **options)
         self.watch, self.life = watch, life
         self.saving = 0
+        self.restarted = False
         self.to_clear: set[str] = set()
 
     async def put(self, row: Row) -> None:
@@ -91,6 +92,10 @@ class WatchedPlane(SimDataPlane):
         for group in model.groups.values():
             if group.fate == "trained" and group.rows() & keys:
                 self.watch.check(group.trained_in < saved, "rule 22", f"rows of group {group.id} go, saved is {saved}")
+
+    async def restart(self) -> None:
+        self.restarted = True
+        await super().restart()
 
     async def save(self, directory: str) -> dict[str, str]:
         self.watch.before_effect(self.life, "plane save")
