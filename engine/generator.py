@@ -90,8 +90,8 @@ class EmbeddedGenerator:
     """Generates on one device. ``start`` runs the decode loop in a thread; ``step`` runs it by hand (not both).
 
     ``max_batch``: sequences decoded together. ``max_prefill_tokens``: padded size of one call that brings in new
-    sequences (at least one is always taken). ``eos``: ids that end a response, by default those of model and tokenizer
-    configuration. ``dtype``: float32, bfloat16, float16, or auto (as stored).
+    sequences (at least one is always taken). ``eos``: ids that end a response, by default those that the model's
+    settings and ``tokenizer`` (if given) name. ``dtype``: float32, bfloat16, float16, or auto (as stored).
 
     Raises ModelFolderError if the model can't be loaded, GeneratorError if it can't be generated from here.
     """
@@ -106,6 +106,7 @@ class EmbeddedGenerator:
         deterministic: bool = False,
         threads: int = 0,
         eos: Collection[int] | None = None,
+        tokenizer: Any = None,
         max_prefill_tokens: int = 16384,
         branch: int = 0,
         version: int = 0,
@@ -116,7 +117,7 @@ class EmbeddedGenerator:
         self.device = models.resolve_device(device)
         self.model = models.load_model(model_path, device=self.device, dtype=models.resolve_dtype(dtype, model_path))
         self._refuse_unsupported()
-        self.eos = frozenset(eos) if eos is not None else models.eos_token_ids(self.model)
+        self.eos = frozenset(eos) if eos is not None else models.eos_token_ids(self.model, tokenizer)
         self.max_batch = 1 if deterministic else max_batch
         self._max_prefill_tokens = max_prefill_tokens
         self._context = getattr(self.model.config, "max_position_embeddings", None)

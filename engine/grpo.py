@@ -108,8 +108,9 @@ class Captured:
 class GrpoTrainer:
     """One rank of the trainer. All methods are to be called from one thread.
 
-    ``device``: auto, cpu, cuda, cuda:N. ``dtype``: of forward and backward passes (bfloat16 and float16 by autocast;
-    auto: as the folder stores them); weights and optimizer are always float32. ``init_method``: where ranks meet
+    ``device``: auto, cpu, cuda, cuda:N. ``dtype``: of forward and backward passes: bfloat16 by autocast, auto as
+    the folder stores them, float16 counts as float32 (it would need its losses scaled); weights and optimizer are
+    always float32. ``init_method``: where ranks meet
     (``tcp://host:port`` or ``file:///path``), for ``world_size`` > 1; a rank that waits for another longer than
     ``rank_timeout_s`` raises. Raises ModelFolderError.
     """
@@ -136,7 +137,8 @@ class GrpoTrainer:
             torch.set_num_threads(threads)
         self.model_path = Path(model_path)
         self.device = models.resolve_device(device)
-        self._compute_dtype = models.resolve_dtype(dtype, model_path)
+        bfloat16 = models.resolve_dtype(dtype, model_path) == torch.bfloat16
+        self._compute_dtype = torch.bfloat16 if bfloat16 else torch.float32
         self.model = models.load_model(model_path, device=self.device, dtype=torch.float32)
         self.model.config.use_cache = False
         if self.settings.gradient_checkpointing:
@@ -424,7 +426,7 @@ class GrpoTrainer:
 
         Raises PublishError.
         """
-        models.publish_model(self.model, path, tokenizer_from=self.model_path)
+        models.publish_model(self.model, path, like=self.model_path)
 
     def close(self) -> None:
         """Leave the ranks' meeting."""

@@ -212,8 +212,11 @@ def named_tensors(model: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def publish_model(model: Any, path: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
-    """Write a model folder at ``path``: config, safetensors, tokenizer files if asked. It appears whole or not at all.
+def publish_model(model: Any, path: str | Path, *, like: str | Path | None = None) -> None:
+    """Write a model folder at ``path``: config and safetensors. It appears whole or not at all.
+
+    ``like``: the folder that the model came from; its tokenizer is copied, and its number format stays the one that
+    ``dtype: auto`` means, though the weights written are as precise as the trainer's.
 
     An existing folder of that name is replaced (and absent for an instant). Not fsynced: published weights are made
     again from the trainer after a crash, and waiting for the disk here would stop generation. Raises PublishError.
@@ -226,12 +229,21 @@ def publish_model(model: Any, path: str | Path, *, tokenizer_from: str | Path | 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(str(aside))
-        if tokenizer_from is not None:
-            copy_tokenizer(tokenizer_from, aside)
+        if like is not None:
+            copy_tokenizer(like, aside)
+            _keep_dtype(Path(like), aside)
         _replace_folder(aside, target)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise PublishError(f"can't publish weights to {target}: {error}") from error
+
+
+def _keep_dtype(source: Path, target: Path) -> None:
+    stored = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    dtype = stored.get("dtype") or stored.get("torch_dtype")
+    if dtype is not None and config.get("dtype") != dtype:
+        (target / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 
 def _replace_folder(aside: Path, target: Path) -> None:

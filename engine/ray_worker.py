@@ -121,6 +121,7 @@ class WorkerProcess:
         self._tokenizer = load_tokenizer(config.model.path)
         return EmbeddedGenerator(
             weights.path,
+            tokenizer=self._tokenizer,
             max_batch=config.generation.max_batch,
             device=config.model.device,
             dtype=config.model.dtype,

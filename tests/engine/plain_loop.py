@@ -40,10 +40,7 @@ class PlainLoop:
         self.prompts_per_step, self.generations, self.max_new_tokens = prompts_per_step, generations, max_new_tokens
         self.temperature, self.chat = temperature, chat
         self.tokenizer = models.load_tokenizer(model)
-        self.generator = EmbeddedGenerator(
-            model, device="cpu", max_batch=64, eos=models.eos_token_ids(models.load_model(
-                model, device="cpu", dtype=models.resolve_dtype("float32", model)), self.tokenizer),
-        )  # fmt: skip
+        self.generator = EmbeddedGenerator(model, tokenizer=self.tokenizer, device="cpu", max_batch=64)
         self.trainer = GrpoTrainer(model, settings, device="cpu")
         self.curve = Curve()
         self._at = (0, 0)

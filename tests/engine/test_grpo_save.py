@@ -203,6 +203,20 @@ def test_published_weights_are_what_the_generator_generates_with(llama: Path, tm
         assert same(weights_of(trainer), dict(reloaded.state_dict()))
 
 
+def test_published_weights_keep_their_precision_and_the_folder_its_format(tmp_path: Path) -> None:
+    """A model stored in bfloat16 is trained and published in float32; ``auto`` still means bfloat16 afterwards."""
+    tiny_models.build("llama").to(torch.bfloat16).save_pretrained(str(tmp_path / "half"))
+    trainer = GrpoTrainer(tmp_path / "half", SETTINGS, device="cpu", dtype="auto")
+    train(trainer, 1)
+    trainer.publish(tmp_path / "w")
+    assert models.resolve_dtype("auto", tmp_path / "w") == torch.bfloat16
+    assert same(
+        dict(models.load_model(tmp_path / "w", device="cpu", dtype=torch.float32).state_dict()), weights_of(trainer)
+    )
+    generator = EmbeddedGenerator(tmp_path / "w", device="cpu", dtype="auto")
+    assert same(dict(generator.model.state_dict()), {k: v.to(torch.bfloat16) for k, v in weights_of(trainer).items()})
+
+
 def test_a_failed_publication_leaves_the_old_folder(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
