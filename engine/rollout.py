@@ -7,6 +7,7 @@ is cached, how many slots are taken.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections import deque
@@ -36,6 +37,9 @@ from .workers import Member, WorkerPool
 
 log = logging.getLogger(__name__)
 
+
+SUSPECT_LOSSES = 2
+"""Lost workers after which a prompt is tried alone: who ran beside the one that kills must not be blamed with it."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -76,6 +80,7 @@ class RolloutPump:
         self._spawn = spawn
         self._rows: dict[int, Prompt] = {}
         self._waiting: deque[int] = deque()  # admitted groups without a slot
+        self._suspects = asyncio.Lock()
         self._spares_reserved_at = -1  # offset of this incarnation's latest reservation of spares
         self.late_rows: list[str] = []  # rows that came when their group was gone; the train pump clears them
 
@@ -253,21 +258,27 @@ class RolloutPump:
             if group is None or group.status != UNFINISHED or group.siblings[index].status != IDLE:
                 return
             await self._back_off(group)
-            worker = await self.workers.acquire()
-            try:
-                group = state.groups.get(group_id)
-                if group is None or self.ledger.stopping or group.siblings[index].status != IDLE:
-                    return
-                prompt = self._prompt(group)
-                prefix = await self._prefix(group_id, index)
-                if group_id not in state.groups or group.status != UNFINISHED:
-                    return  # discarded while its prefix was being read
-                key = self.ledger.dispatch(
-                    group_id, index, worker.worker_id, self.workers.weights_of(worker), prefix.count if prefix else 0
-                )
-                await self._attempt(worker, key, prompt, prefix)
-            finally:
-                self.workers.release(worker)
+            async with self._suspects if group.worker_losses >= SUSPECT_LOSSES else contextlib.nullcontext():
+                await self._try_sibling(group_id, index)
+
+    async def _try_sibling(self, group_id: int, index: int) -> None:
+        """One attempt at a sibling, on the least loaded worker."""
+        state = self.state
+        worker = await self.workers.acquire()
+        try:
+            group = state.groups.get(group_id)
+            if group is None or self.ledger.stopping or group.siblings[index].status != IDLE:
+                return
+            prompt = self._prompt(group)
+            prefix = await self._prefix(group_id, index)
+            if group_id not in state.groups or group.status != UNFINISHED:
+                return  # discarded while its prefix was being read
+            key = self.ledger.dispatch(
+                group_id, index, worker.worker_id, self.workers.weights_of(worker), prefix.count if prefix else 0
+            )
+            await self._attempt(worker, key, prompt, prefix)
+        finally:
+            self.workers.release(worker)
 
     async def _attempt(self, worker: Member, key: ev.AttemptKey, prompt: Prompt, prefix: Prefix | None) -> None:
         """One dispatched attempt to its event, whatever it is."""

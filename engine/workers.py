@@ -44,7 +44,7 @@ class Member:
 class WorkerPool:
     """``replacements_max``: lost workers in a row, without a seal between, before the run stops."""
 
-    def __init__(self, factory: WorkerFactory, ledger: Ledger, count: int, replacements_max: int = 5) -> None:
+    def __init__(self, factory: WorkerFactory, ledger: Ledger, count: int, replacements_max: int = 8) -> None:
         self._factory = factory
         self._ledger = ledger
         self._count = count

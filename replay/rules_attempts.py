@@ -123,5 +123,6 @@ def do_attempt_abandoned(state: State, e: ev.AttemptAbandoned) -> None:
     sibling.status = IDLE
     sibling.resumable = e.reason not in STARTS_AGAIN
     state.open_attempts -= 1
-    if e.reason == ev.ABANDON_WORKER_LOST:
+    if e.reason == ev.ABANDON_WORKER_LOST and sibling.worker != group.lost_worker:
         group.worker_losses += 1
+        group.lost_worker = sibling.worker

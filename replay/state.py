@@ -60,7 +60,10 @@ class Sibling(msgspec.Struct, array_like=True, gc=False):
 
 
 class Group(msgspec.Struct, array_like=True):
-    """One prompt's siblings. ``start_weight``: the version that scheduling counts from (protocol rule 18)."""
+    """One prompt's siblings. ``start_weight``: the version that scheduling counts from (protocol rule 18).
+
+    ``worker_losses`` counts workers, not the attempts that ran on them; ``lost_worker`` is the latest of them.
+    """
 
     id: int
     prompt: PromptRef
@@ -79,6 +82,7 @@ class Group(msgspec.Struct, array_like=True):
     trained_step: int = -1
     version_min: int = -1
     version_max: int = -1
+    lost_worker: int = -1
 
     def key(self, sibling: int) -> AttemptKey:
         """Identity of the sibling's latest attempt."""
