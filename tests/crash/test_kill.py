@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ OVERRIDES = (
     "checkpointing.save_period=3",
     "journal.progress_interval_tokens=8",
     "workers.count=1",
+    "ray.start_timeout_s=300",
 )
 
 
@@ -66,6 +68,8 @@ def check_finished(run: Path) -> State:
     assert sealed_twice(run) == []
     for folder in (run / "events", *sorted((run / "payloads").iterdir())):
         assert verify(folder).ok, folder
+        for segment in folder.glob("*.zst") if shutil.which("zstd") else ():
+            subprocess.run(["zstd", "-dcq", segment], check=True, stdout=subprocess.DEVNULL)
     return state
 
 
