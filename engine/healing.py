@@ -104,12 +104,23 @@ class HealingDataPlane:
             if self.generation != seen:
                 return
             began = self.ledger.clock.now_us()
-            await self.plane.restart()
-            rows = await self._put_back(None)
+            rows = await self._start_again()
             self.generation += 1
             now = self.ledger.clock.now_us()
             self.ledger.record(ev.DataPlaneRestarted(now, rows, (now - began) / 1e6))
             log.error("the data plane was restarted; %d rows put back from payloads", rows)
+
+    async def _start_again(self) -> int:
+        """Restart and put the rows back, again if it is lost meanwhile. Returns the rows put back."""
+        for left in range(HEALS_MAX, -1, -1):
+            await self.plane.restart()
+            try:
+                return await self._put_back(None)
+            except DataPlaneLost as error:
+                if not left:
+                    raise
+                log.error("lost again while its rows were being put back: %s", error)
+        raise AssertionError("unreachable")
 
     async def _put_back(self, wanted: set[str] | None) -> int:
         """Rows of sealed siblings, from their payloads; one that is lost too is given up, and its group redone."""
