@@ -15,7 +15,9 @@ from .errors import UsageFault
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.", show_default=False)],
     trace: Annotated[bool, typer.Option("--trace", help="As rollout_trace.jsonl.")] = False,
-    parquet: Annotated[bool, typer.Option("--parquet", help="Every table as a Parquet file; -o names a folder.")] = False,
+    parquet: Annotated[
+        bool, typer.Option("--parquet", help="Every table as a Parquet file; -o names a folder.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Every event as a line of JSON.")] = False,
     perfetto: Annotated[
         bool, typer.Option("--perfetto", help="The timeline, for https://ui.perfetto.dev (or chrome://tracing).")
@@ -44,7 +46,9 @@ def export(
         with output.open("wb") as file:
             counts = exports.write_perfetto(run, file)
         left = f" ({counts['groups_left_out']} more left out)" if counts["groups_left_out"] else ""
-        _say(f"{counts['slices']} slices, {counts['groups']} groups{left} in {output}; open it at https://ui.perfetto.dev")
+        _say(
+            f"{counts['slices']} slices, {counts['groups']} groups{left} in {output}; open it at https://ui.perfetto.dev"
+        )
     else:
         _write(exports.trace_of(run) if trace else exports.json_of(run), output)
 

@@ -20,7 +20,9 @@ def replay(
     before_incarnation: Annotated[
         int | None, typer.Option(metavar="N", help="Right before this incarnation: what its restore found.", min=1)
     ] = None,
-    group: Annotated[int | None, typer.Option(metavar="ID", help="The whole life of this group instead.", min=0)] = None,
+    group: Annotated[
+        int | None, typer.Option(metavar="ID", help="The whole life of this group instead.", min=0)
+    ] = None,
     format: Annotated[Format, typer.Option(help="For people, or for programs.")] = Format.table,
 ) -> None:
     """Show who owned what: fold the journal up to an event. Reads only, also beside a running run."""
@@ -59,7 +61,7 @@ def _show_life(run: Path, group: int, format: Format) -> None:
     chosen = GroupFilter(group)
     life = [(o, e) for o, e in reader.events(reader.first_offset) if chosen.concerns(e)]
     if not life:
-        raise NoSuchMoment(f"{run}: no event concerns group {group}; `unlost sql {run} \"from groups\"` lists groups")
+        raise NoSuchMoment(f'{run}: no event concerns group {group}; `unlost sql {run} "from groups"` lists groups')
     if format is Format.json:
         print_json([{"offset": o, "event": type(e).__name__} | fields(e) for o, e in life])
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -36,22 +36,32 @@ def report(
         _show(data)
 
 
+_RESTORE_COLUMNS: Final = [
+    "incarnation", "before", "checkpoint", "from_version", "to_version", "seconds", "died_min_s", "died_max_s",
+    "first_dispatch_s",
+]  # fmt: skip
+_KEPT_COLUMNS: Final = [
+    "restarted_as", "running_at_death", "adopted", "resumed", "prefix_tokens_reused", "siblings_reused",
+    "siblings_rerun",
+]  # fmt: skip
+
+
 def _show(data: dict[str, Any]) -> None:
     for note in data["notes"]:
         console().print(f"note: {note}")
     for sentence in data["summary"]:
         console().print(sentence)
-    _rows("Losses", data["losses"], ["resource", "class", "losses", "seconds", "seconds_at_most", "tokens", "tokens_at_most"])
     _rows(
-        "Restores", data["restores"],
-        ["incarnation", "before", "checkpoint", "from_version", "to_version", "seconds", "died_min_s", "died_max_s", "first_dispatch_s"],
-    )  # fmt: skip
-    _rows(
-        "Kept by restores", data["reuse"],
-        ["restarted_as", "running_at_death", "adopted", "resumed", "prefix_tokens_reused", "siblings_reused", "siblings_rerun"],
-    )  # fmt: skip
+        "Losses",
+        data["losses"],
+        ["resource", "class", "losses", "seconds", "seconds_at_most", "tokens", "tokens_at_most"],
+    )
+    _rows("Restores", data["restores"], _RESTORE_COLUMNS)
+    _rows("Kept by restores", data["reuse"], _KEPT_COLUMNS)
     _rows("Groups", data["statuses"], ["status", "reason", "groups", "tokens"])
-    _rows("Checkpoints", data["checkpoints"], ["kind", "outcome", "reason", "checkpoints", "seconds_mean", "seconds_max"])
+    _rows(
+        "Checkpoints", data["checkpoints"], ["kind", "outcome", "reason", "checkpoints", "seconds_mean", "seconds_max"]
+    )
     _rows("Sums", data["reconcile"], ["what", "ok", "residue", "unknown_min", "unknown_max", "rule"])
 
 
@@ -59,7 +69,9 @@ def _rows(title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
     if not rows:
         return
     console().print()
-    numbers = [c for c in columns if any(isinstance(row[c], int | float) and not isinstance(row[c], bool) for row in rows)]
+    numbers = [
+        c for c in columns if any(isinstance(row[c], int | float) and not isinstance(row[c], bool) for row in rows)
+    ]
     print_table(title, columns, [[_cell(row[c]) for c in columns] for row in rows], right=numbers)
 
 

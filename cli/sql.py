@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import glob
 import os
@@ -219,17 +220,13 @@ def _history() -> Any:
     from ..replay.database import cache_folder
 
     file = cache_folder() / "sql_history"
-    try:
+    with contextlib.suppress(OSError):
         readline.read_history_file(file)
-    except OSError:
-        pass
     readline.set_history_length(2000)
 
     def save() -> None:
-        try:
+        with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(file)
-        except OSError:
-            pass
 
     return save

@@ -35,8 +35,6 @@ def why(
     if found.missing:
         console().print()
         columns = ["group", "prompt", "sibling", "attempt", "state", "worker", "since_s", "failures"]
-        cells = [
-            [f"{row[c]:.1f}" if c == "since_s" else row[c] for c in columns] for row in found.missing
-        ]
+        cells = [[f"{row[c]:.1f}" if c == "since_s" else row[c] for c in columns] for row in found.missing]
         right = ["group", "sibling", "attempt", "worker", "since_s", "failures"]
         print_table("Siblings that the next step may wait for", columns, cells, right=right)

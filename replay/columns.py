@@ -10,12 +10,9 @@ a matter of seconds (docs/benchmarks.md).
 
 from __future__ import annotations
 
-import gc
-import os
-import struct
 import typing
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -23,23 +20,13 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ..journal.errors import JournalDamaged, UnlostError
-from ..journal.format import COMPAT_IMAGE, PREAMBLE_BYTES, parse_preamble
-from ..journal.frames import FrameOpener, PayloadError
-from ..journal.reader import FrameView
-from ..journal.scan import BytesSource, FrameWalk, Window
+from ..journal.errors import UnlostError
 from . import events as ev
-from .fold import open_events
 from .parquet import DOUBLE, INT64, TEXT, UINT64, Column, ParquetWriter, encode_plain
 
-if typing.TYPE_CHECKING:
-    from ..journal.storage import Storage
-
 ROWS_AT_ONCE: Final = 4_000
-"""Events that are Python objects at one time. Few enough for the processor's cache: at 50,000 it takes thrice as long."""
+"""Events that are Python objects at one time: few enough for the processor's cache (50,000 take thrice as long)."""
 ROW_GROUP_ROWS: Final = 100_000
-PART_EVENTS: Final = 500_000
-"""Events in a part of the journal, the unit that a process takes."""
 
 
 class ColumnsError(UnlostError):
@@ -57,7 +44,7 @@ class Child(NamedTuple):
     """A tuple field as a table: event offset, position, then the element's fields (``value`` if it is a number)."""
 
     table: str
-    index: int
+    at: int
     columns: tuple[Column, ...]
     nested: bool
 
@@ -186,7 +173,10 @@ _SEALED: Final = next(table for table in EVENT_TABLES if table.event is ev.Attem
 _IDENTITY: Final = ("group_id", "sibling", "attempt")
 """Of an attempt, in both events: fields 2, 3 and 4 of the encoded array."""
 _TRY_COLUMNS: Final = (
-    *(Column(f"dispatched_{c.name}" if c.name in ("event_offset", "t") else c.name, c.type) for c in _DISPATCHED.columns),
+    *(
+        Column(f"dispatched_{c.name}" if c.name in ("event_offset", "t") else c.name, c.type)
+        for c in _DISPATCHED.columns
+    ),
     *(
         Column(f"sealed_{c.name}" if c.name in ("event_offset", "t") else c.name, c.type)
         for c in _SEALED.columns
@@ -209,7 +199,7 @@ def table_columns() -> dict[str, tuple[Column, ...]]:
 
 
 class TableFiles:
-    """Columns on their way into Parquet files ``<folder>/<table>.<part>.parquet``; a file appears with its first row."""
+    """Columns on their way to Parquet files ``<folder>/<table>.<part>.parquet``; a file appears with its first row."""
 
     def __init__(self, folder: Path, part: str, tables: Mapping[str, Sequence[Column]]) -> None:
         self._folder = folder
@@ -249,8 +239,8 @@ class EventColumns:
     """Sorts events by type and turns them into columns.
 
     An attempt whose dispatch and seal are both seen becomes one row of the table ``tries``; only what stays single goes
-    to ``attempt_dispatched`` and ``attempt_sealed``. Pairing them here costs two dictionary operations; joining millions
-    of them in SQL took longer than all the rest.
+    to ``attempt_dispatched`` and ``attempt_sealed``. Pairing them here costs two dictionary operations; joining
+    millions of them in SQL took longer than all the rest.
     """
 
     def __init__(self, files: TableFiles) -> None:
@@ -308,7 +298,7 @@ class EventColumns:
             out.append(_as_text(values) if field.column.type == TEXT else values)
         self._files.add(table.name, out)
         for child in table.children:
-            self._flush_child(child, columns[child.index], columns[0])
+            self._flush_child(child, columns[child.at], columns[0])
 
     def _flush_sealed(self, rows: list[list[Any]]) -> None:
         dispatches: list[Any] = list(map(self._open.pop, _identities(rows), repeat(None)))
@@ -359,7 +349,7 @@ class EventColumns:
 
 
 def _identities(rows: list[list[Any]]) -> Iterator[tuple[int, int, int]]:
-    return map(_IDENTITY_OF, rows)  # type: ignore[arg-type]
+    return map(_IDENTITY_OF, rows)
 
 
 _IDENTITY_OF: Final = itemgetter(2, 3, 4)
@@ -387,119 +377,3 @@ def _as_text(values: Sequence[Any]) -> Sequence[str]:
         return values
     encode = msgspec.json.encode
     return [encode(value).decode() for value in values]
-
-
-# --- a part of a journal --------------------------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """Events ``start`` ≤ offset < ``stop``, for one process. ``path``: a run folder, or one segment file."""
-
-    path: str
-    start: int
-    stop: int
-    folder: str
-    name: str
-
-
-class PartResult(NamedTuple):
-    """``end``: offset after the last event read. ``unknown``: tag → events that this release does not know.
-
-    ``problem``: why reading ended early, in the error's words; empty if it did not.
-    """
-
-    end: int
-    unknown: dict[int, int]
-    problem: str
-
-
-def load_part(part: Part, storage: Storage | None = None) -> PartResult:
-    """Turn a part of a journal into Parquet files. Damage ends the part and is told in the result, not raised."""
-    files = TableFiles(Path(part.folder), part.name, table_columns())
-    columns = EventColumns(files)
-    decode: Callable[[bytes], list[list[Any]]] = msgspec.msgpack.Decoder(list[list[Any]]).decode
-    end, problem = part.start, ""
-    was_collecting = gc.isenabled()
-    gc.disable()  # millions of small lists, none in a cycle: looking for cycles would take half of the time
-    try:
-        try:
-            for view in _views(part, storage):
-                end = _add_view(part, view, files, columns, decode)
-        except JournalDamaged as error:
-            problem = str(error)
-        columns.close()
-        files.close()
-    except (msgspec.MsgspecError, struct.error, TypeError, AttributeError, IndexError) as error:
-        raise ColumnsError(
-            f"{part.path}: the events from offset {end} on are not of the types that this release knows ({error}); "
-            f"`unlost verify {part.path}` checks the bytes"
-        ) from error
-    finally:
-        if was_collecting:
-            gc.enable()
-    return PartResult(end, columns.unknown, problem)
-
-
-def _add_view(
-    part: Part, view: FrameView, files: TableFiles, columns: EventColumns, decode: Callable[[bytes], list[list[Any]]]
-) -> int:
-    """Take a frame's events that belong to the part. Returns the offset after them."""
-    if view.image:
-        t = columns.add_image(view.first_offset, view.payload)
-        _add_frame(files, view, t, t)
-    else:
-        rows = decode(view.payload)
-        if view.first_offset >= part.start:  # a frame belongs to the part that it begins in
-            _add_frame(files, view, rows[0][1], rows[-1][1])
-        skip = max(part.start - view.first_offset, 0)
-        if skip or view.first_offset + len(rows) > part.stop:
-            rows = rows[skip : part.stop - view.first_offset]
-        columns.add(view.first_offset + skip, rows)
-    return min(view.first_offset + view.count, part.stop)
-
-
-def _add_frame(files: TableFiles, view: FrameView, first_t: int, last_t: int) -> None:
-    row = (
-        view.first_offset,
-        view.count,
-        view.incarnation,
-        view.wall_ns,
-        first_t,
-        last_t,
-        len(view.payload),
-        view.segment,
-    )
-    files.add(FRAMES, [[value] for value in row])
-
-
-def _views(part: Part, storage: Storage | None) -> Iterator[FrameView]:
-    if os.path.isdir(part.path):
-        yield from open_events(part.path, storage).frames(part.start, part.stop)
-    else:
-        yield from segment_frames(part.path)
-
-
-def segment_frames(path: str) -> Iterator[FrameView]:
-    """The frames of one segment file by itself, wherever it lies; nothing says here how far it was durable.
-
-    Raises ColumnsError if it is not a segment, JournalDamaged where bytes are bad (a torn tail too: it can't be told).
-    """
-    with open(path, "rb") as file:
-        window = Window(BytesSource(file.read()))
-    preamble = parse_preamble(window.read(0, PREAMBLE_BYTES), path)
-    if isinstance(preamble, str):
-        raise ColumnsError(f"{path}: not an event segment: {preamble}")
-    walk, opener, name = FrameWalk(window, preamble, path), FrameOpener(), os.path.basename(path)
-    while (header := walk.step()) is not None and (stored := walk.payload(header)) is not None:
-        byte = walk.position.byte - header.total_bytes
-        try:
-            payload = opener.open(stored, header.raw_bytes)
-        except PayloadError as error:
-            raise JournalDamaged(os.path.dirname(path), name, byte, header.first_offset, str(error)) from error
-        yield FrameView(
-            header.first_offset, header.events, header.incarnation, header.wall_ns,
-            bool(header.compat & COMPAT_IMAGE), payload, name, byte,
-        )  # fmt: skip
-    if walk.bad is not None:
-        at = walk.bad.position
-        raise JournalDamaged(os.path.dirname(path), name, at.byte, at.offset, walk.bad.reason)

@@ -24,12 +24,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from ..journal.errors import JournalMissing, UnlostError
-from . import columns as cols
-from .columns import EVENT_TABLES, Part, PartResult, load_part, segment_frames, table_columns
+from ..journal.errors import JournalDamaged, JournalMissing, UnlostError
+from . import parts as loading
+from .columns import EVENT_TABLES, TRIES, table_columns
 from .fold import EVENTS_FOLDER, open_events
+from .parts import Part, PartResult, load_part, segment_frames
 
 if TYPE_CHECKING:
     import duckdb
@@ -41,6 +42,7 @@ CACHE_FILES_MAX: Final = 4
 MEMORY_LIMIT: Final = "320MB"
 _TRACE_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _PROCESSES_MAX: Final = 8
+_SMALL_FILES_BYTES: Final = 20 << 20
 
 
 class SqlError(UnlostError):
@@ -112,7 +114,7 @@ class Database:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __enter__(self) -> Database:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -149,11 +151,13 @@ def open_database(
             notes = [row[0] for row in connection.execute("SELECT note FROM notes ORDER BY position").fetchall()]
         else:
             made = folder / "database"
-            connection = _connect(made, folder, memory_limit)
+            connection = _connect(":memory:" if _is_small(sources) else made, folder, memory_limit)
+            connection.execute("BEGIN")
             notes += _load(connection, sources, folder, processes)
             connection.execute("CREATE TABLE notes (position BIGINT, note VARCHAR)")
             for position, note in enumerate(notes):
                 connection.execute("INSERT INTO notes VALUES (?, ?)", [position, note])
+            connection.execute("COMMIT")
             if kept is not None:
                 connection.close()
                 connection = _connect(_keep(made, kept), folder, memory_limit, read_only=True)
@@ -165,8 +169,15 @@ def open_database(
     return Database(connection, sources, notes, folder)
 
 
+def _is_small(sources: Sequence[Source]) -> bool:
+    """Whether everything fits into memory with ease: then no database file is written at all."""
+    events = sum(source.stop - source.start for source in sources)
+    files = sum(os.path.getsize(source.path) for source in sources if source.kind != "run")
+    return events < CACHE_FROM_EVENTS and files < _SMALL_FILES_BYTES
+
+
 def _connect(
-    path: Path, folder: Path, memory_limit: str, *, read_only: bool = False
+    path: Path | str, folder: Path, memory_limit: str, *, read_only: bool = False
 ) -> duckdb.DuckDBPyConnection:
     import duckdb
 
@@ -230,10 +241,11 @@ def _source(path: str, notes: list[str]) -> Source:
         if name.endswith(suffix):
             return Source(path, "trace", name.removesuffix(suffix), stamp=_stamp(path))
     if name.endswith(".zst"):
-        frames = segment_frames(path)
-        first = next(frames, None)
-        if first is None:
-            notes.append(f"{path}: the segment holds no frame")
+        with contextlib.suppress(
+            JournalDamaged
+        ):  # told when it is loaded; here it matters whether it is a segment at all
+            if next(segment_frames(path), None) is None:
+                notes.append(f"{path}: the segment holds no frame")
         return Source(path, "segment", name.removesuffix(".zst"), stamp=_stamp(path))
     raise SourceError(
         f"{path}: neither a run folder, an event segment (.zst) nor a trace (.jsonl, .jsonl.gz, .jsonl.zst)"
@@ -266,8 +278,6 @@ def _run_source(path: str, name: str, notes: list[str]) -> Source:
 
 
 def _end_of(reader: Any, notes: list[str]) -> int:
-    from ..journal.errors import JournalDamaged
-
     try:
         end: int = reader.end_offset
     except JournalDamaged as error:
@@ -299,9 +309,18 @@ def _load(
         elif source.kind == "segment":
             parts.append((source, Part(source.path, 0, 1 << 62, str(parts_folder), f"{number}-0")))
         else:
-            starts = range(source.start, source.stop, cols.PART_EVENTS)
+            starts = range(source.start, source.stop, loading.PART_EVENTS)
             parts += [
-                (source, Part(source.path, start, min(start + cols.PART_EVENTS, source.stop), str(parts_folder), f"{number}-{i:06d}"))
+                (
+                    source,
+                    Part(
+                        source.path,
+                        start,
+                        min(start + starts.step, source.stop),
+                        str(parts_folder),
+                        f"{number}-{i:06d}",
+                    ),
+                )
                 for i, start in enumerate(starts)
             ]
     for (source, part), result in _run_parts(parts, processes):
@@ -314,7 +333,8 @@ def _load(
 
 def _part_notes(source: Source, part: Part, result: PartResult) -> Iterator[str]:
     if result.problem:
-        yield f"{source.path}: events {result.end} to {part.stop - 1} are left out: {result.problem}"
+        last = "the end of the file" if source.kind == "segment" else str(part.stop - 1)
+        yield f"{source.path}: events {result.end} to {last} are left out: {result.problem}"
     for tag, count in sorted(result.unknown.items()):
         yield f"{source.path}: {count} event(s) of tag {tag}, which this release does not know, are left out"
 
@@ -344,7 +364,7 @@ def _create_raw(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]
         table, part, _ = file.name.split(".")
         files.setdefault(table, {}).setdefault(int(part.split("-")[0]), []).append(str(file))
     for table, columns in table_columns().items():
-        typed = ", ".join(f"NULL::{column.type} AS \"{column.name}\"" for column in columns)
+        typed = ", ".join(f'NULL::{column.type} AS "{column.name}"' for column in columns)
         parts = [f"SELECT NULL::run_name AS run, {typed} WHERE false"]
         for number, paths in files.get(table, {}).items():
             listed = ", ".join(map(_quoted, paths))
@@ -354,7 +374,7 @@ def _create_raw(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]
 
 
 _WHILE_LOADING: Final = {
-    cols.TRIES: "tries",
+    TRIES: "tries",
     "attempt_dispatched": "single_dispatched",
     "attempt_sealed": "single_sealed_read",
 }
@@ -373,7 +393,8 @@ def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Sourc
     for name in ("attempt_rows", "raw_attempts"):
         connection.execute(sections.pop(name))
     index = " UNION ALL ".join(
-        f"SELECT run, event_offset, t, '{table.event.__name__}' AS event FROM raw.{table.name}" for table in EVENT_TABLES
+        f"SELECT run, event_offset, t, '{table.event.__name__}' AS event FROM raw.{table.name}"
+        for table in EVENT_TABLES
     )
     connection.execute(f"CREATE VIEW event_index AS {index}")
     connection.execute(f"CREATE VIEW events AS {_events_sql()}")
@@ -458,7 +479,7 @@ def _cache_file(sources: Sequence[Source]) -> Path | None:
     if sum(source.stop - source.start for source in sources) < CACHE_FROM_EVENTS:
         return None
     digest = hashlib.sha256(duckdb.__version__.encode())
-    for module in ("views.sql", "columns.py", "database.py", "events.py"):
+    for module in ("views.sql", "columns.py", "parts.py", "database.py", "events.py"):
         digest.update(resources.files(__package__).joinpath(module).read_bytes())
     for source in sources:
         digest.update(f"\0{source.run}\0{os.path.realpath(source.path)}\0{source.stamp}".encode())

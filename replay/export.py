@@ -51,7 +51,7 @@ def trace_of(run: str | Path) -> Iterator[bytes]:
 
 
 def json_of(run: str | Path) -> Iterator[bytes]:
-    """The run's events, a JSON object a line: ``offset``, ``event``, then the fields by name. State images are measured."""
+    """The run's events, a JSON object a line: ``offset``, ``event``, the fields by name; of state images the size."""
     reader = open_events(run)
     encode = msgspec.json.Encoder(enc_hook=str).encode
     for offset, event in reader.events(reader.first_offset):
@@ -148,7 +148,14 @@ def _run_tracks(database: Database) -> Iterator[dict[str, Any]]:
             begin = max(begin, row["claimed_s"])
         label = f"step {row['step']}" + (" (rolled back)" if row["rolled_back"] else "")
         yield _slice(
-            _RUN_PID, 2, label, begin, row["applied_s"], tokens=row["tokens"], loss=row["loss"], reward=row["reward_mean"]
+            _RUN_PID,
+            2,
+            label,
+            begin,
+            row["applied_s"],
+            tokens=row["tokens"],
+            loss=row["loss"],
+            reward=row["reward_mean"],
         )
     for row in database.query("SELECT * FROM checkpoints WHERE ended_s IS NOT NULL ORDER BY cut_s").dicts():
         label = f"{row['kind']} {row['checkpoint']} {row['outcome']}"
@@ -163,7 +170,7 @@ def _run_tracks(database: Database) -> Iterator[dict[str, Any]]:
 
 
 def _outcome(row: dict[str, Any]) -> str:
-    return row["lost_reason"] or row["reason"] or row["outcome"]
+    return str(row["lost_reason"] or row["reason"] or row["outcome"])
 
 
 def _attempt_slice(pid: int, tid: int, row: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +209,8 @@ def _group_tracks(database: Database, counts: dict[str, int]) -> Iterator[dict[s
     chosen = (
         "SELECT group_id FROM groups g LEFT JOIN (SELECT group_id, sum(seconds) AS lost FROM losses "
         "WHERE class NOT LIKE 'stale%' GROUP BY group_id) l USING (group_id) WHERE g.dispatched_s IS NOT NULL "
-        f"ORDER BY l.lost DESC NULLS LAST, complete_s - dispatched_s DESC NULLS LAST, group_id LIMIT {_GROUP_TRACKS_MAX}"
+        "ORDER BY l.lost DESC NULLS LAST, complete_s - dispatched_s DESC NULLS LAST, group_id "
+        f"LIMIT {_GROUP_TRACKS_MAX}"
     )
     total = database.value("SELECT count(*) FROM groups WHERE dispatched_s IS NOT NULL")
     counts["groups"] = min(total, _GROUP_TRACKS_MAX)

@@ -160,7 +160,7 @@ SELECT worker, floor((t - $begin) / $width) AS bin, sum(delta) AS step,
 
 
 def _timeline(reading: _Reader, about: dict[str, Any]) -> dict[str, Any]:
-    """Workers on lanes and the marks across them. ``cells``: (bin, mean attempts running from there on, cut off in it)."""
+    """Workers on lanes and the marks across them. ``cells``: (bin, mean attempts running from it on, cut off in it)."""
     begin, width = _span(about)
     workers = reading.all(
         "SELECT worker, incarnation, started_s, stopped_s, stopped, first_s, last_s, attempts, new_tokens FROM workers "
@@ -213,7 +213,8 @@ def _attempts(reading: _Reader) -> dict[str, Any]:
     total = reading.one("SELECT count(*) AS n FROM attempts WHERE run = $run")["n"]
     rows = reading.all(
         "WITH worth AS (SELECT group_id, count(*) AS n, "
-        "max(CASE WHEN killed OR lost_reason IS NOT NULL THEN 3 WHEN outcome = 'failed' OR reason = 'worker_lost' THEN 2 "
+        "max(CASE WHEN killed OR lost_reason IS NOT NULL THEN 3 "
+        "WHEN outcome = 'failed' OR reason = 'worker_lost' THEN 2 "
         "WHEN outcome = 'abandoned' THEN 1 ELSE 0 END) AS rank FROM attempts WHERE run = $run GROUP BY group_id), "
         "chosen AS (SELECT group_id, sum(n) OVER (ORDER BY rank DESC, n DESC, group_id) AS upto FROM worth) "
         f"SELECT {', '.join('a.' + name for name in _LISTED)} FROM attempts a JOIN chosen c USING (group_id) "
@@ -232,17 +233,23 @@ def _attempts(reading: _Reader) -> dict[str, Any]:
 
 
 def summary(data: dict[str, Any]) -> list[str]:
-    """The report's first paragraph, a sentence each: what does not add up first, then what happened and what it cost."""
+    """The first paragraph, a sentence each: what does not add up first, then what happened and what it cost."""
     about = data["run"]
     said = [
-        f"This does not add up: {row['rule']} (residue {_number(row['residue'])})." for row in data["reconcile"] if not row["ok"]
+        f"This does not add up: {row['rule']} (residue {_number(row['residue'])})."
+        for row in data["reconcile"]
+        if not row["ok"]
     ]
     if data["twice"]:
         said.append(f"{len(data['twice'])} prompt(s) were trained twice in an epoch: promise P1 is broken.")
     if not about.get("events"):
         return [*said, "There are no events to report on."]
     openings, kills = about["incarnations"] or 0, about["kills"] or 0
-    state = f"ended ({about['ended']})" if about["status"] == "ended" else "has no end: it runs, or was killed and not restarted"
+    state = (
+        f"ended ({about['ended']})"
+        if about["status"] == "ended"
+        else "has no end: it runs, or was killed and not restarted"
+    )
     said.append(
         f"{_count(about['events'], 'event')} in {_duration((about['last_event_s'] or 0) - (about['started_s'] or 0))}; "
         f"{_count(openings, 'incarnation')}, {_count(kills, 'kill')}; the last {state}."
@@ -275,9 +282,13 @@ def _costs(data: dict[str, Any]) -> list[str]:
         more.append(f"{_bounds(crash['wall'], 'seconds', ' s')} until generation went on")
     if more:
         said.append("Besides: " + ", ".join(more) + ".")
-    others = [row for row in data["waste"] if row["resource"] == "generation" and row["waste"] != "crash" and row["seconds"]]
+    others = [
+        row for row in data["waste"] if row["resource"] == "generation" and row["waste"] != "crash" and row["seconds"]
+    ]
     if others:
-        listed = ", ".join(f"{row['waste']} {_number(row['seconds'])} s" for row in sorted(others, key=lambda r: -r["seconds"]))
+        listed = ", ".join(
+            f"{row['waste']} {_number(row['seconds'])} s" for row in sorted(others, key=lambda r: -r["seconds"])
+        )
         said.append(f"Other waste of generation: {listed}.")
     return said
 

@@ -1,7 +1,7 @@
 """The report as one HTML page that needs no network: data, our script, and uPlot (assets/, MIT) inside it.
 
-Numbers shown in tables are written by the template, so that the page says the same without scripts; the charts are drawn
-by ``assets/report.js`` from the data that lies in the page as JSON.
+Numbers in tables are written by the template, so that the page says the same without scripts; the charts are drawn by
+``assets/report.js`` from the data that lies in the page as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ def page(data: dict[str, Any]) -> str:
     """The page for what ``report.gather`` returned."""
     import jinja2
 
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     environment.filters["number"] = _number
     template = environment.from_string(_asset("report.html.j2"))
     return template.render(

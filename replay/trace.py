@@ -1,9 +1,9 @@
 """The rollout trace: one JSON line per event, as written by NeMo-RL's single controller, read and written.
 
-Reading is lenient: unknown events and fields stay queryable, missing ones are missing, a torn last line is told, several
-runs may share a file, compressed files and lines out of order are fine. Writing is a projection of our own events
-(``TraceProjection``), usable live as well as over a finished journal. ``t`` is Unix time in seconds; ``run`` is new for
-every incarnation.
+Reading is lenient: unknown events and fields stay queryable, missing ones are missing, a torn last line is told,
+several runs may share a file, compressed files and lines out of order are fine. Writing is a projection of our own
+events (``TraceProjection``), usable live as well as over a finished journal. ``t`` is Unix time in seconds; ``run`` is
+new for every incarnation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import io
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple, cast
 
 import msgspec
 import zstandard
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 class TraceFile:
-    """Lines of one file, ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst``; after iterating, ``notes`` says what was left out."""
+    """Lines of one file, ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst``; then ``notes`` says what was left out."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -76,11 +76,11 @@ class TraceFile:
 
 def _open(path: str) -> IO[bytes]:
     if path.endswith(".gz"):
-        return gzip.open(path, "rb")
+        return cast("IO[bytes]", gzip.open(path, "rb"))
     file = open(path, "rb")  # noqa: SIM115 - handed to the caller
     if path.endswith(".zst"):
         reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=True)
-        return io.BufferedReader(reader)  # type: ignore[type-var]
+        return io.BufferedReader(reader)
     return file
 
 

@@ -1,9 +1,9 @@
 """A rollout trace as events, so that the same tables and questions serve traces and journals.
 
-Rows of different runs match by prompt and generation index alone (``docs/trace.md``): attempts are numbered again here, a
-group is a prompt until it is sealed. An abandonment that names an attempt which had ended already is told twice and
-counts once. One without ``prompt_id`` is matched by what it has; if several attempts fit and it can't matter which, they
-are all taken, else none is, and the notes say so. What a trace does not know (tokens, say) is -1 in the events.
+Rows of different runs match by prompt and generation index alone: attempts are numbered again here, and a group is a
+prompt until it is sealed. An abandonment that names an attempt which had ended already is told twice and counts once.
+One without ``prompt_id`` is matched by what it has; if several attempts fit and it can't matter which, they are all
+taken, else none is, and the notes say so. What a trace does not know (tokens, say) is -1 in the events.
 """
 
 from __future__ import annotations
@@ -192,7 +192,13 @@ class TraceEvents:
         if tried is not None:
             kind = str(f.get("kind", ev.FAIL_INFRASTRUCTURE))
             yield ev.AttemptFailed(
-                t, tried.group, tried.sibling, tried.attempt, kind, str(f.get("cause", "")), int(f.get("tokens", UNKNOWN))
+                t,
+                tried.group,
+                tried.sibling,
+                tried.attempt,
+                kind,
+                str(f.get("cause", "")),
+                int(f.get("tokens", UNKNOWN)),
             )
 
     def _on_attempt_abandoned(self, t: int, f: dict[str, Any]) -> Iterator[ev.Event]:
@@ -297,7 +303,7 @@ class TraceEvents:
         self._versions = (int(f.get("branch", 0)), int(f["version"]))
         yield ev.WeightsSynced(t, *self._versions, float(f.get("seconds", 0.0)))
 
-    def _on_run_started(self, t: int, f: dict[str, Any]) -> Iterator[ev.Event]:
+    def _on_run_started(self, t: int, f: dict[str, Any]) -> Iterator[ev.Event]:  # noqa: ARG002
         yield from ()  # the first line of a run says as much
 
     def _on_run_ended(self, t: int, f: dict[str, Any]) -> Iterator[ev.Event]:
@@ -308,7 +314,7 @@ _NOTES: Final = {
     "lacking": "line(s) lack a field that their event needs; they are in trace_lines only",
     "timeless": "line(s) have no time; they got that of the line before",
     "backwards": "line(s) went back in time within a run; they got the time of the line before",
-    "promptless": "attempt_dispatched line(s) without prompt_id fit no attempt or several; they are in trace_lines only",
+    "promptless": "attempt_dispatched line(s) without prompt_id fit none or several; they are in trace_lines only",
     "mixed": "time(s) a run goes on after another one began: lines were sorted by run",
     "unmatched": "line(s) end an attempt or group whose start is not in the trace; they are in trace_lines only",
     "twice": "line(s) end an attempt that had ended before; each attempt is counted once",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from .events import RunStarted
 from .state import Group, GroupStatus, SiblingStatus, State
 
 if TYPE_CHECKING:
-    from ..journal.reader import JournalReader
+    from ..journal.reader import JournalReader, SegmentInfo
     from .events import Event
 
 
@@ -48,7 +48,7 @@ def offset_at_time(reader: JournalReader[Event], moment: str) -> int:
 
 def _run_clock(reader: JournalReader[Event], moment: str) -> int:
     try:
-        wall_us = round(datetime.datetime.fromisoformat(moment).timestamp() * 1e6)
+        wall_us = round(dt.datetime.fromisoformat(moment).timestamp() * 1e6)
     except ValueError as error:
         raise NoSuchMoment(
             f"{moment}: neither seconds on the run's clock (like 12.5) nor a date and time (like 2026-05-01T12:00:00)"
@@ -64,30 +64,30 @@ def _run_clock(reader: JournalReader[Event], moment: str) -> int:
 
 
 def _starts(reader: JournalReader[Event]) -> list[tuple[int, RunStarted]]:
-    """Every RunStarted. An incarnation begins a segment; a journal that was made otherwise is read through."""
-    found = []
-    seen = 0
+    """The RunStarted that begin segments: every incarnation's writer begins one."""
+    firsts = [(segment.first_offset, reader.get(segment.first_offset)) for segment in _first_of_each(reader)]
+    return [(offset, event) for offset, event in firsts if isinstance(event, RunStarted)]
+
+
+def _first_of_each(reader: JournalReader[Event]) -> list[SegmentInfo]:
+    found: list[SegmentInfo] = []
     for segment in reader.segments():
-        if segment.incarnation != seen:
-            seen = segment.incarnation
-            event = reader.get(segment.first_offset)
-            if not isinstance(event, RunStarted):
-                return [(o, e) for o, e in reader.events(reader.first_offset) if isinstance(e, RunStarted)]
-            found.append((segment.first_offset, event))
-    if len(found) != (found[-1][1].incarnation if found else 0):
-        return [(o, e) for o, e in reader.events(reader.first_offset) if isinstance(e, RunStarted)]
+        if not found or found[-1].incarnation != segment.incarnation:
+            found.append(segment)
     return found
 
 
 def offset_before_incarnation(reader: JournalReader[Event], incarnation: int) -> int:
     """Offset of the last event before incarnation ``incarnation`` began. Raises NoSuchMoment."""
     starts = _starts(reader)
-    known = ", ".join(str(event.incarnation) for _, event in starts) or "none"
+    if incarnation not in {event.incarnation for _, event in starts}:  # perhaps put together by other means
+        starts = [(o, e) for o, e in reader.events(reader.first_offset) if isinstance(e, RunStarted)]
     for offset, event in starts:
         if event.incarnation == incarnation:
             if offset <= reader.first_offset:
                 raise NoSuchMoment(f"{reader.directory}: nothing is kept from before incarnation {incarnation}")
             return offset - 1
+    known = ", ".join(str(event.incarnation) for _, event in starts) or "none"
     raise NoSuchMoment(f"{reader.directory}: no incarnation {incarnation}; there are: {known}")
 
 
@@ -97,8 +97,8 @@ def offset_before_incarnation(reader: JournalReader[Event], incarnation: int) ->
 def difference(before: State, after: State) -> dict[str, Any]:
     """What changed from one state to the other, JSON-able; empty parts are left out.
 
-    ``groups.moved`` lists groups whose status changed, ``gone`` those no longer alive with the status they had. Counters
-    are differences.
+    ``groups.moved`` lists groups whose status changed, ``gone`` those no longer alive with the status they had.
+    Counters are differences.
     """
     fields = {
         "incarnation": (before.incarnation, after.incarnation),
@@ -168,8 +168,12 @@ def _groups_difference(before: State, after: State) -> dict[str, Any]:
                     }
                 )
     return {
-        "new": [{"group": g, "status": _status(after.groups[g])} for g in sorted(set(after.groups) - set(before.groups))],
-        "gone": [{"group": g, "was": _status(before.groups[g])} for g in sorted(set(before.groups) - set(after.groups))],
+        "new": [
+            {"group": g, "status": _status(after.groups[g])} for g in sorted(set(after.groups) - set(before.groups))
+        ],
+        "gone": [
+            {"group": g, "was": _status(before.groups[g])} for g in sorted(set(before.groups) - set(after.groups))
+        ],
         "moved": moved,
         "siblings": siblings,
     }

@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 class Why(NamedTuple):
-    """``components``: name → seconds since its last event. ``alive``: a writer holds the run; None if that is unknown."""
+    """``components``: name → seconds since its last event. ``alive``: a writer holds the run; None if unknown."""
 
     offset: int
     t_s: float
@@ -137,13 +137,17 @@ def _findings(
             (now - state.t) / 1e6,
         )
     if state.restoring is not None:
-        yield Finding("a restore is not completed", f"from step {state.restoring.from_version} to {state.restoring.to_version}")
+        yield Finding(
+            "a restore is not completed", f"from step {state.restoring.from_version} to {state.restoring.to_version}"
+        )
     elif state.needs_restore:
         yield Finding("a restore has not begun", f"incarnation {state.incarnation} has started and nothing more")
     yield from _step(state, settings)
     for checkpoint in state.started.values():
         since = (now - in_progress[checkpoint.id]) / 1e6 if checkpoint.id in in_progress else None
-        yield Finding("a checkpoint is being written", f"{checkpoint.kind} {checkpoint.id}, row clears wait for it", since)
+        yield Finding(
+            "a checkpoint is being written", f"{checkpoint.kind} {checkpoint.id}, row clears wait for it", since
+        )
     for batch in state.reserved.values():
         reserved = min((state.groups[g].reserved_t for g in batch.groups), default=now)
         yield Finding(
@@ -196,7 +200,7 @@ def _some(ids: list[int]) -> str:
 
 def _missing(state: State, now: int) -> list[dict[str, Any]]:
     """Siblings that the next step may be waiting for, the longest-running first."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for group in state.groups.values():
         if group.status not in (UNFINISHED, CLAIMED) or group.target_step not in (-1, state.trainer_version):
             continue
@@ -217,4 +221,4 @@ def _missing(state: State, now: int) -> list[dict[str, Any]]:
                     "failures": group.infra_failures + group.data_failures + group.worker_losses,
                 }
             )
-    return sorted(rows, key=lambda row: -row["since_s"])[:_LISTED_MAX]
+    return sorted(rows, key=lambda row: -float(row["since_s"]))[:_LISTED_MAX]

@@ -14,7 +14,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,64 +24,9 @@ from unlost.replay import events as ev
 from unlost.replay.state import COMMITTED, COMPLETE, DISPATCHED, RESERVED, SEALED, UNFINISHED, State
 from unlost.replay.transitions import TRANSITIONS, returned_groups
 
-CHUNK = 64
+from .synthetic_shape import CHUNK, Shape, Truth, Try
+
 _WALL_US = 1_750_000_000_000_000
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the run looks like. Times in seconds, lengths in tokens; ``crashes`` are spread evenly over the events."""
-
-    seed: int = 0
-    events: int = 20_000
-    crashes: int = 2
-    ends: bool = True
-    workers: int = 4
-    slots: int = 8
-    siblings: int = 4
-    prompts_per_step: int = 8
-    inflight_groups: int = 24
-    lag: int = 1
-    tokens_median: float = 300.0
-    tokens_spread: float = 0.8
-    tokens_per_s: float = 50.0
-    train_s: float = 14.0
-    save_period: int = 3
-    save_s: float = 6.0
-    snapshot_s: float = 40.0
-    fail_share: float = 0.01
-    data_fail_share: float = 0.003
-    worker_loss_every: int = 4_000
-    adopt_share: float = 0.1
-    weight_sync_abort: bool = False
-    resume_prefixes: bool = True
-    run_id: str = "synthetic"
-
-
-@dataclass
-class Truth:
-    """What really happened, counted by the simulator as it happens. Keys of ``tries`` are (group, sibling, attempt)."""
-
-    tries: dict[tuple[int, int, int], tuple[int, float]] = field(default_factory=dict)
-    deaths: list[float] = field(default_factory=list)
-    generated: int = 0
-
-
-@dataclass
-class _Try:
-    group: int
-    sibling: int
-    attempt: int
-    worker: int
-    prefix: int
-    total: int
-    began_us: int
-    us_per_token: float
-    fails: str
-
-    def made(self, t: int) -> int:
-        """Tokens it holds at ``t``, reused prefix included."""
-        return min(self.total, self.prefix + int((t - self.began_us) / self.us_per_token))
 
 
 class SyntheticRun:
@@ -109,7 +53,7 @@ class SyntheticRun:
         self._ticket = 0
         self._queue: deque[tuple[int, int]] = deque()
         self._prefix: dict[tuple[int, int], int] = {}
-        self._running: dict[tuple[int, int], _Try] = {}
+        self._running: dict[tuple[int, int], Try] = {}
         self._free: deque[int] = deque()
         self._alive: dict[int, None] = {}
         self._saving = -1
@@ -191,9 +135,7 @@ class SyntheticRun:
         saved = [c for c in state.checkpoints if c.kind == ev.CHECKPOINT_TRAINER]
         newest = max(saved, key=lambda c: (c.trainer_version, c.id), default=None)
         to = newest.trainer_version if newest else 0
-        self._say(
-            ev.RestoreStarted(now(), newest.id if newest else -1, state.trainer_version, to, "step", state.t)
-        )
+        self._say(ev.RestoreStarted(now(), newest.id if newest else -1, state.trainer_version, to, "step", state.t))
         for _ in range(self.shape.workers):
             self._add_worker()
         returning = returned_groups(state, to)
@@ -241,7 +183,9 @@ class SyntheticRun:
             total = max(made, 1)
             self._lengths[group_id, index] = total
             spans = self._spans(tried, total)
-            self._say(ev.AttemptSealed(now, group_id, index, sibling.attempt, self._receipt(total, spans), adopted=True))
+            self._say(
+                ev.AttemptSealed(now, group_id, index, sibling.attempt, self._receipt(total, spans), adopted=True)
+            )
             return
         durable = made // CHUNK * CHUNK
         durable = max(durable, tried.prefix) if made > tried.prefix else 0
@@ -310,9 +254,7 @@ class SyntheticRun:
     def _admit(self, admission: int) -> None:
         state = self.state
         groups = list(state.reserved[admission].groups)
-        self._say(
-            ev.BatchAdmitted(self._now(), admission, -1, state.dispatch_index + 1, state.trainer_version)
-        )
+        self._say(ev.BatchAdmitted(self._now(), admission, -1, state.dispatch_index + 1, state.trainer_version))
         for group_id in groups:
             self._enqueue(group_id)
 
@@ -344,26 +286,22 @@ class SyntheticRun:
         attempt = group.siblings[place[1]].attempt + 1
         began = self._now()
         speed = 1e6 / (shape.tokens_per_s * (0.7 + 0.6 * rnd.random()))
-        tried = _Try(*place, attempt, worker, min(prefix, total), total, began, speed, fails)
+        tried = Try(*place, attempt, worker, min(prefix, total), total, began, speed, fails)
         self._running[place] = tried
         self._say(
-            ev.AttemptDispatched(
-                began, *place, attempt, worker, state.branch, state.trainer_version, tried.prefix
-            )
+            ev.AttemptDispatched(began, *place, attempt, worker, state.branch, state.trainer_version, tried.prefix)
         )
         share = rnd.random() if fails else 1.0
         self._later((total - tried.prefix) * speed * share / 1e6 + 0.001, "done", tried)
 
-    def _on_done(self, tried: _Try) -> None:
+    def _on_done(self, tried: Try) -> None:
         place = (tried.group, tried.sibling)
         if self._running.get(place) is not tried:
             return
         if tried.fails:
             made = tried.made(self._t)
             self._forget(tried)
-            self._say(
-                ev.AttemptFailed(self._now(), *place, tried.attempt, tried.fails, f"{tried.fails} trouble", made)
-            )
+            self._say(ev.AttemptFailed(self._now(), *place, tried.attempt, tried.fails, f"{tried.fails} trouble", made))
             if self.state.groups[tried.group].data_failures >= 2:
                 self._drop(tried.group, ev.DISCARD_DROPPED)
             else:
@@ -376,7 +314,7 @@ class SyntheticRun:
         if tried.group in self.state.complete:
             self._commit(tried.group)
 
-    def _spans(self, tried: _Try, total: int) -> tuple[tuple[int, int, int], ...]:
+    def _spans(self, tried: Try, total: int) -> tuple[tuple[int, int, int], ...]:
         """The weights moved on while it ran, if they did."""
         sibling = self.state.groups[tried.group].siblings[tried.sibling]
         first = (0, sibling.branch, sibling.version)
@@ -392,14 +330,14 @@ class SyntheticRun:
             truncated=total > 4000, prompt_tokens=20,
         )  # fmt: skip
 
-    def _forget(self, tried: _Try, made: int | None = None) -> None:
+    def _forget(self, tried: Try, made: int | None = None) -> None:
         """It runs no more; its worker counted what it made."""
         self._note(tried, self._t, made)
         del self._running[tried.group, tried.sibling]
         if tried.worker in self._alive:
             self._free.append(tried.worker)
 
-    def _note(self, tried: _Try, t: int, made: int | None = None) -> None:
+    def _note(self, tried: Try, t: int, made: int | None = None) -> None:
         new = (tried.made(t) if made is None else made) - tried.prefix
         self._spent[tried.worker] += new
         self.truth.generated += new
@@ -407,7 +345,7 @@ class SyntheticRun:
             seconds = (t - tried.began_us) / 1e6
             self.truth.tries[tried.group, tried.sibling, tried.attempt] = (new, seconds)
 
-    def _stop(self, tried: _Try, reason: str) -> None:
+    def _stop(self, tried: Try, reason: str) -> None:
         """An abort: the worker tells what it has and makes it durable."""
         made = tried.made(self._t)
         self._forget(tried)
@@ -426,9 +364,7 @@ class SyntheticRun:
             durable = max(durable, tried.prefix) if made > tried.prefix else 0
             self._forget(tried)
             place = (tried.group, tried.sibling)
-            self._say(
-                ev.AttemptAbandoned(self._now(), *place, tried.attempt, ev.ABANDON_WORKER_LOST, durable, durable)
-            )
+            self._say(ev.AttemptAbandoned(self._now(), *place, tried.attempt, ev.ABANDON_WORKER_LOST, durable, durable))
             if durable and self.shape.resume_prefixes:
                 self._prefix[place] = durable
             self._queue.append(place)
@@ -533,7 +469,11 @@ def write_journal(run: SyntheticRun, folder: Path, options: JournalOptions | Non
             if writer is not None:
                 writer.close()
             writer = JournalWriter.open(
-                folder / "events", ev.EVENT_TYPES, journal_id=event.run_id, options=options, incarnation=event.incarnation
+                folder / "events",
+                ev.EVENT_TYPES,
+                journal_id=event.run_id,
+                options=options,
+                incarnation=event.incarnation,
             )
         assert writer is not None
         if type(event) is ev.StateImage:

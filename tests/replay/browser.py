@@ -13,15 +13,15 @@ import subprocess
 import tempfile
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 DRIVER = shutil.which("chromedriver")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = None if DRIVER and BROWSER else "needs chromium and chromedriver on PATH (Debian: chromium, chromium-driver)"
-_FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --disable-dev-shm-usage"
-).split()
+_FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--disable-dev-shm-usage",
+]  # fmt: skip
 
 
 class Browser:
@@ -31,7 +31,9 @@ class Browser:
         assert DRIVER is not None
         assert BROWSER is not None
         self._profile = tempfile.mkdtemp(prefix="browser-")
-        self._driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._driver = subprocess.Popen(
+            [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         assert self._driver.stdout is not None
         try:
             for line in self._driver.stdout:
@@ -102,7 +104,7 @@ class Browser:
         self._driver.stdout.close()
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def __enter__(self) -> Browser:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

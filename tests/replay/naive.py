@@ -1,3 +1,4 @@
+# ruff: noqa: N802 - handlers are named after their events
 """An independent answer to the canned questions: one plain pass over the events, no SQL, nothing shared with it."""
 
 from __future__ import annotations
@@ -204,7 +205,14 @@ class Naive:
 
     def on_RestoreStarted(self, offset, now, e):
         self.restores.append(
-            {"started": now, "completed": None, "claim": None, "dispatch": None, "first": self.lives[-1][0], "life": self.life}
+            {
+                "started": now,
+                "completed": None,
+                "claim": None,
+                "dispatch": None,
+                "first": self.lives[-1][0],
+                "life": self.life,
+            }
         )
 
     def on_RestoreCompleted(self, offset, now, e):
@@ -265,7 +273,9 @@ class Naive:
             held, kept = self.held(t), self.kept(t)
             share = (held - kept) / held if held else 1.0
             if t.how in ("failed", "abandoned"):
-                kind = {"failed": "failed"}.get(t.how) or {"restart": "in_flight", "stale": "stale_aborted"}.get(t.reason, t.reason)
+                kind = {"failed": "failed"}.get(t.how) or {"restart": "in_flight", "stale": "stale_aborted"}.get(
+                    t.reason, t.reason
+                )
                 if t.reason == ev.ABANDON_GROUP_DISCARDED:
                     kind = self.gone_class(group)
                 lose(kind, invested[id(t)] * share, held - kept)
@@ -282,9 +292,9 @@ class Naive:
     def gone_class(self, group: Grp) -> str:
         if group.reason in STALE:
             for r in self.restores:
-                if r["completed"] is not None and r["completed"] < group.gone_at and group.reserved_at < r["first"]:
-                    if r["claim"] is None or group.gone_at < r["claim"]:
-                        return "stale_at_restore"
+                after = r["completed"] is not None and r["completed"] < group.gone_at and group.reserved_at < r["first"]
+                if after and (r["claim"] is None or group.gone_at < r["claim"]):
+                    return "stale_at_restore"
             return "stale_evicted" if group.state == "evicted" else "stale_aborted"
         return group.reason
 

@@ -1,4 +1,4 @@
-"""Small runs told by hand, for questions whose answers are computed by hand. Each is checked to be legal by the fold."""
+"""Small runs told by hand, for questions whose answers are computed by hand; the fold checks that each is legal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def admitted(t: float, admission: int, target: int = -1, version: int = 0) -> ev
 
 
 def dispatched(t: float, group: int, sibling: int, attempt: int = 0, worker: int = 0, **more: Any) -> ev.Event:
-    return ev.AttemptDispatched(us(t), group, sibling, attempt, worker, more.get("branch", 0), more.get("version", 0), more.get("prefix", 0))
+    return ev.AttemptDispatched(
+        us(t), group, sibling, attempt, worker, more.get("branch", 0), more.get("version", 0), more.get("prefix", 0)
+    )
 
 
 def sealed(t: float, group: int, sibling: int, attempt: int = 0, tokens: int = 10, **more: Any) -> ev.Event:
@@ -49,12 +51,23 @@ def sealed(t: float, group: int, sibling: int, attempt: int = 0, tokens: int = 1
     return ev.AttemptSealed(us(t), group, sibling, attempt, receipt, more.get("adopted", False))
 
 
-def abandoned(t: float, group: int, sibling: int, reason: str, attempt: int = 0, tokens: int = 0, durable: int = 0) -> ev.Event:
+def abandoned(
+    t: float, group: int, sibling: int, reason: str, attempt: int = 0, tokens: int = 0, durable: int = 0
+) -> ev.Event:
     return ev.AttemptAbandoned(us(t), group, sibling, attempt, reason, tokens, durable)
 
 
 def committed(t: float, group: int, rows: int = 2, tokens: int = 20) -> ev.Event:
     return ev.GroupCommitted(us(t), group, rows, tokens, 0, 0)
+
+
+def counters(complete: int, unfinished: int, reused: int, rerun: int) -> dict[str, int]:
+    return {
+        "groups_complete_restored": complete,
+        "groups_unfinished_found": unfinished,
+        "siblings_reused": reused,
+        "siblings_rerun": rerun,
+    }
 
 
 def trace_example() -> list[ev.Event]:
@@ -79,7 +92,7 @@ def trace_example() -> list[ev.Event]:
         ev.RestoreStarted(us(60), -1, 0, 0, "rollout_0", us(52)),
         ev.WorkerStarted(us(60), 1, "w1"),
         abandoned(60, 0, 2, ev.ABANDON_RESTART),
-        ev.RestoreCompleted(us(62), {"groups_complete_restored": 0, "groups_unfinished_found": 1, "siblings_reused": 1, "siblings_rerun": 2}, 2.0),
+        ev.RestoreCompleted(us(62), counters(0, 1, 1, 2), 2.0),
         dispatched(63, 0, 2, 1, worker=1),
         dispatched(64, 0, 1, 1, worker=1),
         sealed(80, 0, 1, 1, tokens=5),
@@ -127,7 +140,12 @@ def counters_example() -> list[ev.Event]:
         for group in range(7, 12)
         for sibling in range((3, 3, 3, 3, 2)[group - 7], 4)
     ]
-    counters = {"groups_complete_restored": 7, "groups_unfinished_found": 8, "siblings_reused": 14, "siblings_rerun": 18}
+    counters = {
+        "groups_complete_restored": 7,
+        "groups_unfinished_found": 8,
+        "siblings_reused": 14,
+        "siblings_rerun": 18,
+    }
     return [*told, ev.RestoreCompleted(us(62), counters, 2.0)]
 
 
@@ -163,7 +181,7 @@ def everything() -> list[ev.Event]:
         abandoned(32, 1, 1, ev.ABANDON_RESTART, 0, 64, 64),
         abandoned(32, 2, 0, ev.ABANDON_RESTART, 1),
         ev.WeightsSynced(us(33), 1, 0, 0.5, 1),
-        ev.RestoreCompleted(us(34), {"groups_complete_restored": 1, "groups_unfinished_found": 2, "siblings_reused": 1, "siblings_rerun": 3}, 4.0),
+        ev.RestoreCompleted(us(34), counters(1, 2, 1, 3), 4.0),
         dispatched(35, 1, 1, 1, worker=2, branch=1, prefix=64),
         dispatched(35, 2, 0, 2, worker=2, branch=1),
         sealed(40, 1, 1, 1, tokens=100, spans=((0, 0, 0), (64, 1, 0))),

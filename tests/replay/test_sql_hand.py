@@ -48,7 +48,8 @@ def test_thrown_away_of_a_stop_is_28_and_12_seconds(database, run):
 def test_an_attempt_abandoned_before_the_stop_counts_once(database, run):
     """Sibling 1 ran from 14 to 30 and ended then; the restart's second telling (in the foreign trace) adds nothing."""
     found = database.query(
-        "SELECT class, count(*), sum(seconds) FROM losses WHERE run = ? AND resource = 'generation' GROUP BY ALL ORDER BY ALL",
+        "SELECT class, count(*), sum(seconds) FROM losses WHERE run = ? AND resource = 'generation' "
+        "GROUP BY ALL ORDER BY ALL",
         [run],
     ).rows
 
@@ -112,7 +113,7 @@ def test_thrown_away_by_cause(database):
         "restart_idle": ("wall", 1, 35 - 30, 0),
         "weight_sync_pause": ("wall", 2, 0.75, 0),
     }
-    # 2.0.1: 10 s more until 30; 1.1.0: the same, and the share of its last chunks, 17 s × 64 / (64 + 64)
+    # 2.0.1: 10 s more until 30; 1.1.0: the same, and the share of its last chunks, 17 s * 64 / (64 + 64)
     assert rows["in_flight"]["seconds_at_most"] == pytest.approx(10 + 10 + 10 + 17 * 64 / 128)
     assert rows["in_flight"]["tokens_at_most"] == 2 * 64
     assert rows["restart_idle"]["seconds_at_most"] == 35 - 20
@@ -153,7 +154,10 @@ def test_prompts_given_up_and_generated_again(database):
         ("p1", "evicted", "stale"),
     ]
     again = ask(database, "prompts-regenerated", "everything")
-    assert [(r["group_id"], r["sibling"], r["attempts"], r["ended_by"], r["tokens_reused"], r["tokens_thrown"]) for r in again] == [
+    assert [
+        (r["group_id"], r["sibling"], r["attempts"], r["ended_by"], r["tokens_reused"], r["tokens_thrown"])
+        for r in again
+    ] == [
         (2, 0, 3, ["infrastructure", "restart"], 0, 11),
         (1, 1, 2, ["restart"], 64, 0),
     ]
@@ -166,17 +170,26 @@ def test_steps_and_their_groups(database):
     ).rows
     assert steps == [(0, 0, True, 6, 20), (0, 1, False, 43, 53)]
     group = database.query("FROM groups WHERE run = 'everything' AND group_id = 0").dicts()[0]
-    assert (group["status"], group["times_applied"], group["times_trained"], group["applied_s"]) == ("trained", 2, 1, 53)
+    assert (group["status"], group["times_applied"], group["times_trained"], group["applied_s"]) == (
+        "trained",
+        2,
+        1,
+        53,
+    )
     assert ask(database, "prompts-trained-twice", "everything") == []
 
 
 def test_weights_and_ages(database):
     """Group 0 saw one set of weights, age 0; the span of 1.1.1 is split where it was continued."""
     assert [(r["weights"], r["groups"]) for r in ask(database, "version-spans", "everything")] == [(1, 1)]
-    assert [(r["age_of_oldest"], r["groups"], r["tokens"]) for r in ask(database, "staleness", "everything")] == [(0, 1, 60)]
+    assert [(r["age_of_oldest"], r["groups"], r["tokens"]) for r in ask(database, "staleness", "everything")] == [
+        (0, 1, 60)
+    ]
     ages = ask(database, "batch-age", "everything")
     assert [(r["step"], r["tokens"], r["age_mean"]) for r in ages] == [(0, 60, 0), (0, 60, 0)]
-    spans = database.query("SELECT span, first_token, tokens, branch FROM spans WHERE run = 'everything' AND attempt = 1 ORDER BY 1").rows
+    spans = database.query(
+        "SELECT span, first_token, tokens, branch FROM spans WHERE run = 'everything' AND attempt = 1 ORDER BY 1"
+    ).rows
     assert spans == [(0, 0, 64, 0), (1, 64, 36, 1)]
 
 
@@ -218,7 +231,10 @@ def test_loss_by_length(database):
 def test_checkpoints_and_stalls(database):
     """One committed (3 s) and one skipped; between its cut (40) and its end (43) nothing was sealed."""
     rows = ask(database, "checkpoints", "trace_example")
-    assert [(r["outcome"], r["checkpoints"], r["seconds_mean"]) for r in rows] == [("committed", 1, 3.0), ("skipped", 1, None)]
+    assert [(r["outcome"], r["checkpoints"], r["seconds_mean"]) for r in rows] == [
+        ("committed", 1, 3.0),
+        ("skipped", 1, None),
+    ]
     (stall,) = ask(database, "checkpoint-stalls", "trace_example")
     assert (stall["seconds"], stall["seals"], stall["gap_longest"]) == (3, 0, None)
 

@@ -1,4 +1,4 @@
-"""Canned questions on a simulated run, against a plain Python pass over the same events and the simulator's own truth."""
+"""Canned questions on simulated runs, against plain Python over the same events and the simulator's own truth."""
 
 from collections import Counter, defaultdict
 from statistics import mean, quantiles
@@ -50,7 +50,9 @@ def test_bounds_hold_what_really_happened(told):
     """The simulator knows when it died and how many tokens were lost with it; both lie within what SQL says."""
     database, _, run = told
     for row, death in zip(
-        database.query("SELECT died_min_s, died_max_s FROM deaths ORDER BY incarnation").rows, run.truth.deaths, strict=True
+        database.query("SELECT died_min_s, died_max_s FROM deaths ORDER BY incarnation").rows,
+        run.truth.deaths,
+        strict=True,
     ):
         assert row[0] <= death <= row[1]
     rows = database.query(
@@ -62,7 +64,8 @@ def test_bounds_hold_what_really_happened(told):
     for group, sibling, attempt, new, _, least, most in rows:
         made, lived = run.truth.tries[group, sibling, attempt]
         assert new <= made < new + CHUNK
-        assert least <= lived + 1e-6 and lived <= most
+        assert least <= lived + 1e-6
+        assert lived <= most
         hidden += made - new
     (loss,) = [r for r in ask(database, "thrown-away") if r["class"] == "in_flight"]
     certain = loss["tokens"]
@@ -153,7 +156,10 @@ def test_prompts(told):
             reused = sum(t.prefix for t in tries[1:])
             expected[group, sibling] = (len(tries), ended_by, reused, sum(naive.held(t) - naive.kept(t) for t in tries))
     rows = ask(database, "prompts-regenerated")
-    found = {(r["group_id"], r["sibling"]): (r["attempts"], r["ended_by"], r["tokens_reused"], r["tokens_thrown"]) for r in rows}
+    found = {
+        (r["group_id"], r["sibling"]): (r["attempts"], r["ended_by"], r["tokens_reused"], r["tokens_thrown"])
+        for r in rows
+    }
     assert found == expected
     assert ask(database, "prompts-trained-twice") == []
 
@@ -238,13 +244,17 @@ def test_workers_and_tasks(told):
             row[1] += max(naive.held(t) - t.prefix, 0)
             row[2] += t.end - t.began
     rows = ask(database, "worker-throughput")
-    assert {r["worker"]: [r["attempts"], r["new_tokens"]] for r in rows if r["attempts"]} == {w: v[:2] for w, v in per.items()}
+    assert {r["worker"]: [r["attempts"], r["new_tokens"]] for r in rows if r["attempts"]} == {
+        w: v[:2] for w, v in per.items()
+    }
     assert {r["worker"]: r["busy_s"] for r in rows if r["attempts"]} == pytest.approx({w: v[2] for w, v in per.items()})
     for r in ask(database, "task-throughput"):
         assert [r["attempts"], r["tokens"]] == task[r["task"]][:2]
         assert r["seconds"] == pytest.approx(task[r["task"]][2])
         rewards = [
-            mean(t.reward for t in g.sealed.values()) for g in naive.groups.values() if g.prompt.task == r["task"] and g.sealed
+            mean(t.reward for t in g.sealed.values())
+            for g in naive.groups.values()
+            if g.prompt.task == r["task"] and g.sealed
         ]
         assert r["reward_mean"] == pytest.approx(mean(rewards))
 

@@ -1,0 +1,297 @@
+"""The report: its words, its numbers, and its page in a real browser."""
+
+import html.parser
+import json
+import re
+
+import pytest
+
+from tests.synthetic_run import Shape, SyntheticRun, write_journal
+from unlost.replay import report as reports
+from unlost.replay.database import open_database
+from unlost.replay.report import gather
+from unlost.replay.report_page import page
+
+from .browser import MISSING, Browser
+from .postmortem_stories import TRACE_FILE, everything, trace_example, write
+
+
+def data_of(*paths):
+    with open_database(paths) as database:
+        return gather(database, database.sources[0].run)
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("simulated")
+    run = SyntheticRun(Shape(seed=21, events=4_000, crashes=3))
+    write_journal(run, folder)
+    return folder, run, data_of(folder)
+
+
+def test_the_summary_says_what_happened_and_what_it_cost(tmp_path):
+    """Sentences of the story that was computed by hand."""
+    said = data_of(write(tmp_path / "told", everything()))["summary"]
+    text = " ".join(said)
+    assert "2 incarnations, 1 kill; the last ended (finished)" in text
+    assert "1 step stand, 1 were undone by restores; 1 prompt trained, none twice" in text
+    assert "between 10 and 38.5 s of generation and between 0 and 128 tokens" in text
+    assert "14 s of training done again, between 5 and 15 s until generation went on" in text
+    assert "staleness 39 s, failures 8 s" in text
+    assert said[-1] == "Everything adds up: attempts, tokens and seconds."
+
+
+def test_a_residue_leads(tmp_path):
+    """Workers that counted more than their events tell, to the end: the first sentence says so."""
+    told = everything()
+    told[-2] = type(told[-2])(told[-2].t, 2, "stopped", 50)
+    told[-1] = type(told[-1])(told[-1].t, "finished", "", ((2, 50),))
+    said = data_of(write(tmp_path / "told", told))["summary"]
+    assert said[0].startswith("This does not add up: tokens as workers told last")
+    assert "residue 9" in said[0]
+    assert not any(sentence.startswith("Everything adds up") for sentence in said)
+
+
+def test_levels_over_time_end_where_the_fold_ends(simulated):
+    """Attempts in flight and groups in the buffer at the last bin are those of the folded state."""
+    _, run, data = simulated
+    assert data["series"]["in_flight"][-1] == run.state.open_attempts
+    assert data["series"]["buffered"][-1] == len(run.state.committed)
+    assert max(data["series"]["in_flight"]) > 10
+    lanes = data["timeline"]["cells"]
+    assert max(cell[1] for cells in lanes.values() for cell in cells) <= run.shape.slots + 0.01
+
+
+def test_tokens_per_second_add_up(simulated):
+    """Over all bins: what attempts made, and what was lost of it."""
+    _, _, data = simulated
+    width, series = data["timeline"]["width_s"], data["series"]
+    made = next(r["expected"] for r in data["reconcile"] if r["what"] == "token fates")
+    assert sum(series["generated_per_s"]) * width == pytest.approx(made, rel=1e-3)
+    lost = next(r["expected"] for r in data["reconcile"] if r["what"] == "token losses")
+    assert sum(series["lost_per_s"]) * width == pytest.approx(lost, rel=1e-3)
+
+
+def test_of_many_attempts_the_interesting_groups_are_listed_whole(simulated, monkeypatch):
+    """With room for few, groups that a kill hit come first, with all their siblings; the total is told."""
+    folder, _, whole = simulated
+    monkeypatch.setattr(reports, "ATTEMPTS_LISTED_MAX", 300)
+    few = data_of(folder)["attempts"]
+    assert few["total"] == whole["attempts"]["total"] > 300
+    assert 0 < few["listed"] <= 300
+    killed = {
+        g
+        for g, k in zip(whole["attempts"]["columns"]["group_id"], whole["attempts"]["columns"]["killed"], strict=True)
+        if k
+    }
+    listed = set(few["columns"]["group_id"])
+    assert listed <= killed or killed <= listed
+    for group in listed:
+        assert few["columns"]["group_id"].count(group) == whole["attempts"]["columns"]["group_id"].count(group)
+
+
+def test_an_empty_journal_and_a_trace_can_be_reported(tmp_path):
+    """No division by nothing; a trace without tokens says unknown, not zero."""
+    from unlost.journal import JournalWriter
+    from unlost.replay import events as ev
+
+    JournalWriter.open(tmp_path / "events", ev.EVENT_TYPES, journal_id="empty").close()
+    empty = data_of(tmp_path)
+    assert "There are no events to report on." in empty["summary"]
+    page(empty)
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(TRACE_FILE)
+    data = data_of(trace)
+    assert any("between 40 and 48 s of generation." in sentence for sentence in data["summary"])
+    assert "unknown" in page(data)
+
+
+class _Page(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.outside = []
+        self.headings = []
+        self._heading = False
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name in ("src", "href") and not (value or "").startswith(("data:", "#")):
+                self.outside.append(value)
+        self._heading = tag == "h2"
+
+    def handle_data(self, data):
+        if self._heading:
+            self.headings.append(data)
+            self._heading = False
+
+
+def test_the_page_is_one_file_without_network(simulated, tmp_path):
+    """No reference leads out of it, hostile names stay text, and its data reads back."""
+    _, _, data = simulated
+    parsed = _Page()
+    text = page(data)
+    parsed.feed(text)
+    assert parsed.outside == []
+    assert "One prompt through it all" in parsed.headings
+    embedded = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert embedded["attempts"]["total"] == data["attempts"]["total"]
+
+    evil = dict(data, run=dict(data["run"], run="</script><script>alert(1)</script>"))
+    evil["groups"] = []
+    evil["notes"] = ["<img src=x onerror=alert(1)>"]
+    assert "<script>alert(1)" not in page(evil)
+    assert "<img src=x" not in page(evil)
+
+
+# --- in Chromium ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def opened(simulated, tmp_path_factory):
+    if MISSING:
+        pytest.skip(MISSING)
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    file.write_text(page(simulated[2]), encoding="utf-8")
+    with Browser() as browser:
+        browser.open(file)
+        assert browser.run("return document.documentElement.dataset.ready") == "yes"
+        yield browser
+
+
+def box(browser, selector):
+    return browser.run(
+        "const e = document.querySelector(arguments[0]); e.scrollIntoView({block: 'center'});"
+        "const r = e.getBoundingClientRect(); return [r.left, r.top, r.width, r.height]",
+        selector,
+    )
+
+
+@pytest.mark.slow
+def test_it_renders_without_complaints(opened):
+    """Every chart has a canvas with something painted on it; the console is silent."""
+    painted = opened.run(
+        "return [...document.querySelectorAll('.chart')].map((c) => {"
+        "const v = c.querySelector('canvas'); if (!v) return [c.id, 0];"
+        "const d = v.getContext('2d').getImageData(0, 0, v.width, v.height).data; let n = 0;"
+        "for (let i = 3; i < d.length; i += 4) if (d[i]) n++; return [c.id, n]; })"
+    )
+    assert {name for name, _ in painted} == {"timeline", "life", "levels", "flows", "age", "saves"}
+    assert all(count > 500 for _, count in painted), painted
+    assert opened.complaints() == []
+
+
+@pytest.mark.slow
+def test_hover_tells_the_attempt_under_the_mouse(simulated, opened):
+    """The tooltip names group, sibling and attempt of a bar whose place is computed from the data."""
+    columns = simulated[2]["attempts"]["columns"]
+    longest = max(range(len(columns["group_id"])), key=lambda i: columns["ended_s"][i] - columns["dispatched_s"][i])
+    opened.run("document.querySelector('[data-zoom=all]').click()")
+    left, top, _, _ = box(opened, "#timeline .u-over")
+    middle = (columns["dispatched_s"][longest] + columns["ended_s"][longest]) / 2
+    x, height = opened.run(
+        "const u = window.unlostTimeline; return [u.valToPos(arguments[0], 'x'), u.over.clientHeight]", middle
+    )
+    wanted = f"group {columns['group_id'][longest]}, sibling {columns['sibling'][longest]}, attempt"
+    for step in range(1, int(height), 2):
+        opened.move(left + x, top + step)
+        if wanted in (opened.run("const t = document.getElementById('tip'); return t.hidden ? '' : t.textContent")):
+            break
+    else:
+        pytest.fail(f"no tooltip said {wanted!r}")
+    opened.move(2, 2)
+    assert opened.run("return document.getElementById('tip').hidden") is True
+
+
+@pytest.mark.slow
+def test_filters_and_zoom_change_what_is_drawn(simulated, opened):
+    """Unticking all kinds but the failed leaves just those; zooming in shows fewer."""
+    columns = simulated[2]["attempts"]["columns"]
+    drawn = "return window.unlostTimeline.drawn.attempts"
+    settle = "return new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50)))"
+    opened.run("document.querySelector('[data-zoom=all]').click()")
+    opened.run(settle)
+    assert opened.run(drawn) == len(columns["group_id"])
+    opened.run(
+        "for (const b of document.querySelectorAll('#filters input')) if (b.dataset.kind !== 'failed') b.click()"
+    )
+    opened.run(settle)
+    assert opened.run(drawn) == columns["outcome"].count("failed") > 0
+    opened.run("for (const b of document.querySelectorAll('#filters input')) if (!b.checked) b.click()")
+    for _ in range(4):
+        opened.run("document.querySelector('[data-zoom=in]').click()")
+        opened.run(settle)
+    assert 0 < opened.run(drawn) < len(columns["group_id"]) / 4
+    opened.run("document.querySelector('[data-zoom=all]').click()")
+
+    opened.run(
+        "const s = document.getElementById('resource'); s.value = 'trainer'; s.dispatchEvent(new Event('change'))"
+    )
+    rows = opened.run(
+        "return [...document.querySelectorAll('#losses tbody tr')].filter((r) => !r.hidden)"
+        ".map((r) => r.dataset.resource)"
+    )
+    assert set(rows) == {"trainer"}
+    opened.run("const s = document.getElementById('resource'); s.value = ''; s.dispatchEvent(new Event('change'))")
+
+
+@pytest.mark.slow
+def test_the_keyboard_reaches_what_the_mouse_reaches(opened):
+    """With the timeline focused, n tells the next attempt aloud and + zooms; the prompt's box takes a number."""
+    opened.run("document.getElementById('timeline').focus()")
+    opened.keys("n")
+    first = opened.run("return document.getElementById('timeline-text').textContent")
+    opened.keys("n")
+    second = opened.run("return document.getElementById('timeline-text').textContent")
+    assert re.match(r"group \d+, sibling \d+, attempt \d+: ", first)
+    assert second != first
+    before = opened.run("const s = window.unlostTimeline.scales.x; return s.max - s.min")
+    opened.keys("+")
+    assert opened.run("const s = window.unlostTimeline.scales.x; return s.max - s.min") == pytest.approx(before / 2)
+    assert opened.run(
+        "return [...document.querySelectorAll('button, select, input, .chart, .scroll')].every((e) => e.tabIndex >= 0)"
+    )
+
+
+@pytest.mark.slow
+def test_one_prompt_through_a_stop_and_a_restore(simulated, opened):
+    """A group that was running at a kill: its attempts in the table, told as cut off, then continued."""
+    columns = simulated[2]["attempts"]["columns"]
+    at = next(i for i, killed in enumerate(columns["killed"]) if killed and columns["outcome"][i] == "abandoned")
+    group = columns["group_id"][at]
+    opened.run(
+        "const g = document.getElementById('group'); g.value = arguments[0]; g.dispatchEvent(new Event('change'))",
+        str(group),
+    )
+    rows = opened.run("return [...document.querySelectorAll('#life-table tr')].map((r) => r.textContent)")
+    assert len(rows) == 1 + columns["group_id"].count(group)
+    assert any("restart" in row for row in rows)
+    assert f"Group {group}, prompt p{group}" in opened.run("return document.getElementById('group-hint').textContent")
+
+
+@pytest.mark.slow
+def test_dark_and_light(opened):
+    """The button turns the page's colours round; the preference of the system does it alone; no complaints."""
+    background = "return getComputedStyle(document.body).backgroundColor"
+    opened.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    dark = opened.run(background)
+    opened.run("document.getElementById('theme').click()")
+    light = opened.run(background)
+    assert dark != light
+    assert light == "rgb(255, 255, 255)"
+    opened.run("document.getElementById('theme').click()")
+    assert opened.run(background) == dark
+    assert opened.complaints() == []
+
+
+@pytest.mark.slow
+def test_a_small_story_renders_too(tmp_path):
+    """One killed attempt, no steps: the picture of the worked example, without complaints."""
+    if MISSING:
+        pytest.skip(MISSING)
+    file = tmp_path / "small.html"
+    file.write_text(page(data_of(write(tmp_path / "told", trace_example()))), encoding="utf-8")
+    with Browser() as browser:
+        browser.open(file)
+        assert browser.run("return document.documentElement.dataset.ready") == "yes"
+        assert "28" in browser.run("return document.querySelector('#losses').textContent")
+        assert browser.complaints() == []
