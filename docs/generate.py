@@ -1,4 +1,4 @@
-"""Write the pages that are generated from code: ``configuration.md`` and ``events.md``.
+"""Write the pages that are generated from code: ``configuration.md``, ``events.md`` and ``sql.md``.
 
 ``python docs/generate.py`` writes them; with ``--check`` it exits with 1 if one on disk is not what would be written.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from sql_page import sql_page
 
 from unlost.engine import config_keys
 from unlost.engine.config import KeyInfo, iter_keys
@@ -140,7 +141,11 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     return "" if field.default is msgspec.NODEFAULT else f"`{field.default!r}`"
 
 
-PAGES = {"configuration.md": configuration_page, "events.md": events_page}
+def _sql_page() -> str:
+    return NOTICE.format(source="replay/tables.py, replay/queries.py") + sql_page()
+
+
+PAGES = {"configuration.md": configuration_page, "events.md": events_page, "sql.md": _sql_page}
 
 
 def main() -> int:
