@@ -385,7 +385,8 @@ class Model:
         self.checkpoints[e.checkpoint] = (kind, version, cut, True, incarnation)
         need(e.floor >= self.floor, "rule 14", f"floor {e.floor} after {self.floor}")
         left = {v for k, v, _, done, _ in self.checkpoints.values() if k == "trainer" and done and v >= e.floor}
-        need(e.floor == 0 or len(left) >= self.settings.keep, "rule 14", f"floor {e.floor}, only {left} at or above it")
+        raised = e.floor > self.floor
+        need(not raised or len(left) >= self.settings.keep, "rule 14", f"floor {e.floor}, only {left} from there on")
         self.floor = e.floor
 
     def on_checkpoint_failed(self, e: ev.CheckpointFailed) -> None:

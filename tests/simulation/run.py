@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from tests.simulation.draw import Case, draw
 from tests.simulation.model import Broken, Settings, need
 from tests.simulation.raw import read_events
 from tests.simulation.watch import Crash, Watch
-from tests.simulation.world import CHECKPOINTS, EVENTS, PAYLOADS, Incarnation, World, sim_config
+from tests.simulation.world import EVENTS, PAYLOADS, Incarnation, World, sim_config
 from unlost.engine.progress import EXIT_RESUMABLE
 from unlost.replay.state import State
 from unlost.replay.transitions import apply
@@ -168,13 +169,29 @@ def _after_crash(case: Case, watch: Watch, chance: random.Random) -> None:
             del world.storage.directories[gone]
             watch.lost_journals.add(gone.rpartition("/")[2])
             watch.coverage["a payload disk lost"] += 1
-    if chance.random() < 0.05:
-        manifests = sorted(
-            d for d in world.storage.directories if d.startswith(CHECKPOINTS + "/step_") and d.count("/") == 2
-        )
-        if len(manifests) > 1:
-            world.storage.delete(f"{manifests[-1]}/manifest.json")
-            watch.coverage["newest checkpoint damaged"] += 1
+    if chance.random() < 0.15 and not watch.coverage["a checkpoint damaged"]:
+        _damage(watch, chance)
+
+
+def _damage(watch: Watch, chance: random.Random) -> None:
+    """Flip a byte of, or lose, a file of the newest checkpoint; one is left to fall back to."""
+    world = watch.world
+    root = world.config.checkpoint_dir
+    published = sorted(d for d in world.storage.directories if re.fullmatch(re.escape(root) + "/step_[^/]*", d))
+    if len(published) < 2:
+        return
+    newest = published[-1]
+    files = [f"{newest}/manifest.json", f"{newest}/trainer/trainer.json"]
+    if f"{newest}/data_plane" in world.storage.directories:
+        files.append(f"{newest}/data_plane/unit-0")
+    file = chance.choice(files)
+    if chance.random() < 0.5:
+        world.storage.delete(file)
+    else:
+        body = bytearray(world.storage.content(file))
+        body[chance.randrange(len(body))] ^= 4
+        world.storage.put(file, bytes(body))
+    watch.coverage["a checkpoint damaged"] += 1
 
 
 def _last_looks(case: Case, watch: Watch, report: Report) -> None:
