@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from .errors import UsageFault
-
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.", show_default=False)],
@@ -29,6 +27,8 @@ def export(
 ) -> None:
     """Write a run as a trace, Parquet files, JSON lines or a timeline. The run itself is only read."""
     if sum((trace, parquet, json, perfetto)) != 1:
+        from .errors import UsageFault
+
         raise UsageFault("give one of --trace, --parquet, --json and --perfetto")
     from ..replay import export as exports
 
@@ -36,6 +36,8 @@ def export(
         exports.check_target(run, output)
     if parquet:
         if output is None:
+            from .errors import UsageFault
+
             raise UsageFault("--parquet needs --output FOLDER")
         counts = exports.write_parquet(run, output, events=events)
         _say(f"{len(counts)} tables, {sum(counts.values())} rows in {output}")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import UsageFault
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -60,8 +59,12 @@ def sql(
 
         text = named(query).sql
     if not paths:
+        from .errors import UsageFault
+
         raise UsageFault("give a run folder, a segment or a trace to ask")
     if format is SqlFormat.parquet and (output is None or text is None):
+        from .errors import UsageFault
+
         raise UsageFault("--format parquet needs a query, and --output FILE to write to")
     if text is None and not sys.stdin.isatty():
         text = sys.stdin.read()

@@ -204,7 +204,7 @@ function stepAttempt(by) {
 }
 function makeTimeline() {
   const lanes = Math.max(data.timeline.lanes, 1), height = clamp(lanes * (exact ? Math.max(slotsMost * 5, 22) : 16), 120, 640) + 60;
-  timeline = canvasChart("timeline", height, begin, Math.max(end, begin + 1e-3), lanes, (l) => { const w = data.timeline.workers.filter((v) => v.lane === l); return w.length > 1 ? `workers ${w[0].worker}…` : w.length ? `worker ${w[0].worker}` : ""; }, paintTimeline, timelineAt);
+  timeline = canvasChart("timeline", height, begin, Math.max(end, begin + 1e-3), lanes, (l) => { const w = data.timeline.workers.filter((v) => v.lane === l); return w.length ? `worker ${w.slice(0, 2).map((v) => v.worker).join(", ")}${w.length > 2 ? ", …" : ""}` : ""; }, paintTimeline, timelineAt);
   timeline.over.addEventListener("click", () => { const hit = timelineAt(timeline, timeline.posToVal(timeline.cursor.left, "x"), timeline.posToVal(timeline.cursor.top, "y")); if (hit && hit.attempt) pick(hit.attempt.group_id); });
   keys($("timeline"), timeline, stepAttempt);
   window.unlostTimeline = timeline;
@@ -279,7 +279,8 @@ function lines(id, table, series, more) {
     axes: [timeAxis(), axis({size: 64})],
     hooks: {drawClear: [(v) => { v.ctx.save(); v.ctx.beginPath(); v.ctx.rect(v.bbox.left, v.bbox.top, v.bbox.width, v.bbox.height); v.ctx.clip(); paintMarks(v); v.ctx.restore(); }]},
   }, more), table, host);
-  u.whole = [table[0][0], table[0][table[0].length - 1]];
+  u.whole = [begin, end];
+  u.setScale("x", {min: begin, max: end});
   host.tabIndex = 0; host.setAttribute("aria-label", "Chart; arrow keys, plus and minus"); keys(host, u);
   charts.push({u, host, height: 220});
 }
