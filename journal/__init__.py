@@ -1,8 +1,8 @@
 """An append-only event journal: never lies, never waits, never grows slow.
 
 Generic over a union of msgspec Structs. ``JournalWriter`` appends and makes durable, ``JournalReader`` reads beside it,
-``verify``, ``repair`` and ``prune`` are the tools, ``scan`` is the pure judge of a segment's bytes. The bytes are in
-docs/FORMAT.md, what can be lost when in docs/DURABILITY.md.
+``verify``, ``repair`` and ``prune`` are the tools. The bytes are in docs/FORMAT.md, what can be lost when in
+docs/DURABILITY.md.
 """
 
 from .clock import Clock, SystemClock
@@ -27,15 +27,12 @@ from .prune import PruneReport, prune
 from .reader import FrameView, JournalReader, SegmentInfo, TailInfo
 from .recovery import RecoveryReport
 from .repair import RepairReport, repair
-from .scan import Clean, Damaged, TornTail, scan
 from .storage import RealStorage, Storage, StorageFile, StorageLock
 from .verify import SegmentVerdict, VerifyReport, verify
 from .writer import JournalWriter
 
 __all__ = [
-    "Clean",
     "Clock",
-    "Damaged",
     "FrameView",
     "JournalClosed",
     "JournalDamaged",
@@ -65,11 +62,9 @@ __all__ = [
     "StorageLock",
     "SystemClock",
     "TailInfo",
-    "TornTail",
     "UnlostError",
     "VerifyReport",
     "prune",
     "repair",
-    "scan",
     "verify",
 ]

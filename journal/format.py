@@ -31,7 +31,11 @@ RAW_BYTES_MAX = 1 << 30
 STORED_BYTES_MAX = (1 << 30) + (1 << 24)
 EVENTS_MAX = 2**32 - 1
 HEADER_BYTES_LIMIT = 4096
-"""No version's header or preamble is larger: bounds what a reader takes on trust before it has seen a CRC."""
+"""No version's header or preamble is larger: bounds what a reader takes on trust before it has seen a CRC.
+
+Whoever parses one must have read as much as this (less only where the bytes end), or a longer one of a later version
+looks like bytes that end too early, and is cut instead of refused.
+"""
 
 _FRAME_BODY = struct.Struct("<II4sHHIIIIQQqIII")
 _FRAME_TAIL = struct.Struct("<II")
@@ -41,10 +45,10 @@ _START = struct.Struct("<II4sH")
 
 FRAME_HEADER_BYTES = _FRAME_BODY.size + _FRAME_TAIL.size
 PREAMBLE_BYTES = _SEGMENT_BODY.size + _CRC.size
-FRAME_START = struct.pack("<II4s", FRAME_SKIP_MAGIC, FRAME_HEADER_BYTES - 8, FRAME_MAGIC)
-"""The first 12 bytes of every version-1 frame: what a search for a later frame looks for."""
+FRAME_START = struct.pack("<I", FRAME_SKIP_MAGIC)
+"""The first 4 bytes of every version's frame: what a search for a later frame looks for."""
 
-_NAME = re.compile(r"^(\d{20})\.zst$")
+_NAME = re.compile(r"([0-9]{20})\.zst")
 
 
 class FrameHeader(NamedTuple):
@@ -101,7 +105,7 @@ def segment_name(first_offset: int) -> str:
 
 def segment_offset(name: str) -> int | None:
     """First offset that a file name states, or None if it is no segment's name."""
-    match = _NAME.match(name)
+    match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -153,7 +157,8 @@ def pack_frame_header(
 def parse_frame_header(data: bytes | memoryview, where: str) -> FrameHeader | str:
     """The header at the start of ``data``, or why there is none. The chain is not checked here.
 
-    Raises JournalUnsupported for an intact header of another version or with unknown incompatible flags.
+    ``data``: HEADER_BYTES_LIMIT bytes, fewer only where the segment ends. Raises JournalUnsupported for an intact
+    header of another version or with unknown incompatible flags.
     """
     problem = _check_start(data, FRAME_SKIP_MAGIC, FRAME_MAGIC, where)
     if problem is not None:
@@ -213,7 +218,8 @@ def pack_preamble(
 def parse_preamble(data: bytes | memoryview, where: str) -> Preamble | str:
     """The preamble at the start of ``data``, or why there is none.
 
-    Raises JournalUnsupported for an intact preamble of another version or with unknown incompatible flags.
+    ``data``: HEADER_BYTES_LIMIT bytes, fewer only where the file ends. Raises JournalUnsupported for an intact preamble
+    of another version or with unknown incompatible flags.
     """
     problem = _check_start(data, SEGMENT_SKIP_MAGIC, SEGMENT_MAGIC, where)
     if problem is not None:

@@ -8,9 +8,9 @@ import msgspec
 
 from .clock import Clock, SystemClock
 from .errors import JournalError, JournalMissing
+from .judge import check_chain, raise_if_damaged
 from .lock import DirectoryLock
 from .marks import write_floor
-from .recovery import check_end, raise_if_damaged
 from .storage import RealStorage, Storage
 from .survey import Survey, survey
 
@@ -48,8 +48,9 @@ def prune(
         found = survey(storage, path)
         if not found.chain or found.journal_id is None:
             raise JournalMissing(f"{path}: no segment here, nothing to prune")
-        verdicts = check_end(storage, found, from_index=len(found.chain) - 1)
-        raise_if_damaged(found, verdicts)
+        verdicts = list(check_chain(storage, found, from_index=len(found.chain) - 1))
+        for segment, verdict in verdicts:
+            raise_if_damaged(found, segment, verdict)
         end = verdicts[0][1].end.offset
         if before_offset > end:
             raise JournalError(f"{path}: can't prune before event {before_offset}: the journal ends at event {end}")

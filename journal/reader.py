@@ -6,6 +6,7 @@ A torn tail ends the iteration quietly (``tail`` tells); bad bytes below the wat
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from bisect import bisect_right
@@ -16,11 +17,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from .errors import JournalDamaged, JournalMissing
-from .format import COMPAT_IMAGE, PREAMBLE_BYTES, FrameHeader, parse_preamble, segment_name, segment_offset
+from .format import COMPAT_IMAGE, FrameHeader, segment_name, segment_offset
 from .frames import EventTypes, FrameOpener, PayloadError
-from .recovery import judge_headless
-from .scan import Damaged, FrameWalk, Position, TornTail, judge
-from .storage import RealStorage, Storage, read_exact
+from .judge import Judged, judge_rest, judge_segment, raise_if_damaged
+from .scan import FrameWalk, Position, TornTail
+from .storage import RealStorage, Storage
 from .survey import SegmentFile, Survey, open_walk, survey
 
 E = TypeVar("E")
@@ -84,12 +85,7 @@ class JournalReader(Generic[E]):
         self._survey: Survey = survey(self._storage, self.directory)
         self._starts = [s.first_offset for s in self._survey.chain]
         if not self._survey.chain:
-            self._judge_headless(self._survey.floor)
-        if not self._survey.chain and not self._survey.headless and self._survey.watermark > self._survey.floor:
-            raise JournalDamaged(
-                self.directory, "", 0, self._survey.floor,
-                f"no segment is left, but the journal was durable up to event {self._survey.watermark}",
-            )  # fmt: skip
+            self._end_of_journal(judge_rest(self._storage, self._survey, self._survey.floor))
 
     @property
     def journal_id(self) -> str | None:
@@ -213,77 +209,27 @@ class JournalReader(Generic[E]):
                 if before.offset <= start or self._hint[0] != segment.first_offset:
                     self._hint = (segment.first_offset, before)
                 yield segment, walk, header
-            self._end_of_segment(index, segment, walk)
+            self._end_of_segment(index, walk)
         finally:
             file.close()
 
-    def _end_of_segment(self, index: int, segment: SegmentFile, walk: FrameWalk) -> None:
+    def _end_of_segment(self, index: int, walk: FrameWalk) -> None:
         """Judge where the walk stopped: return if the segment ends well or torn, raise JournalDamaged if not."""
-        last = segment.named_bytes is None
-        end = walk.position
-        if walk.bad is None:
-            if not last:
-                after = self._survey.chain[index + 1]
-                assert after.preamble is not None
-                assert segment.named_bytes is not None
-                if end.byte < segment.named_bytes:
-                    self._damaged(segment, walk, f"ends at byte {end.byte}, {after.name} says {segment.named_bytes}")
-                if end.offset != after.first_offset or end.chain != after.preamble.pred_chain:
-                    self._damaged(segment, walk, f"does not end as its successor {after.name} says")
-            elif end.offset < self._survey.watermark_of_last:
-                self._damaged(segment, walk, f"durable up to event {self._survey.watermark}, but the bytes end before")
-            else:
-                self._judge_headless(end.offset)
-            return
-        verdict = judge(
-            walk.window, walk.bad, self._survey.watermark_of_last if last else 0,
-            named_bytes=segment.named_bytes, strict=self._survey.strict,
-        )  # fmt: skip
-        if isinstance(verdict, Damaged):
-            if last and end.offset >= self._survey.watermark and self._mended(segment, end):
-                return
-            raise JournalDamaged(self.directory, segment.name, verdict.end.byte, verdict.end.offset, verdict.reason)
-        if isinstance(verdict, TornTail):
-            self.tail = TailInfo(segment.name, verdict.end.byte, verdict.length, verdict.reason)
+        segment = self._survey.chain[index]
+        verdict = judge_segment(self._storage, self._survey, index, walk)
+        raise_if_damaged(self._survey, segment, verdict)
+        if index == len(self._survey.chain) - 1:
+            rest = judge_rest(self._storage, self._survey, verdict.end.offset)
+            self._end_of_journal(itertools.chain([(segment, verdict)], rest))
 
-    def _judge_headless(self, end: int) -> None:
-        """Files after the last segment whose preamble can't be read: a first write that never finished, or damage."""
-        for segment in self._survey.headless:
-            try:
-                verdict = judge_headless(self._storage, self._survey, segment, end)
-            except FileNotFoundError:  # an opening writer has just cut it
-                continue
-            if isinstance(verdict, Damaged):
-                if end >= self._survey.watermark and self._begun_meanwhile(segment):
-                    return
-                raise JournalDamaged(self.directory, segment.name, 0, end, verdict.reason)
-            if isinstance(verdict, TornTail):
-                self.tail = TailInfo(segment.name, 0, verdict.length, verdict.reason)
-
-    def _begun_meanwhile(self, segment: SegmentFile) -> bool:
-        """Beside a running writer, a segment seen before its first write may be whole by now."""
-        file = self._storage.open(segment.path)
-        try:
-            return not isinstance(parse_preamble(read_exact(file, 0, PREAMBLE_BYTES), segment.path), str)
-        finally:
-            file.close()
-
-    def _mended(self, segment: SegmentFile, at: Position) -> bool:
-        """Whether what looked bad is an intact frame now.
-
-        Beside a running writer, bytes that were never durable may have been cut and written anew between two looks;
-        then this look simply ends before them.
-        """
-        file, again = open_walk(self._storage, segment, self.directory)
-        try:
-            again.resume(at)
-            header = again.step()
-            return header is not None and again.payload(header) is not None
-        finally:
-            file.close()
-
-    def _damaged(self, segment: SegmentFile, walk: FrameWalk, reason: str) -> None:
-        raise JournalDamaged(self.directory, segment.name, walk.position.byte, walk.position.offset, reason)
+    def _end_of_journal(self, judged: Iterable[Judged]) -> None:
+        """Raise JournalDamaged for the first that is damaged; the first torn one is the tail."""
+        tail = None
+        for segment, verdict in judged:
+            raise_if_damaged(self._survey, segment, verdict)
+            if tail is None and isinstance(verdict, TornTail):
+                tail = TailInfo(segment.name, verdict.end.byte, verdict.length, verdict.reason)
+        self.tail = tail
 
     def _view(self, segment: SegmentFile, walk: FrameWalk, header: FrameHeader) -> FrameView | None:
         """Payload of the frame just stepped over; None (and the walk ended) when its checksum fails."""
@@ -364,7 +310,7 @@ class JournalReader(Generic[E]):
                 return None
             view = self._view(segment, walk, header)
             if view is None:
-                self._end_of_segment(index, segment, walk)
+                self._end_of_segment(index, walk)
             return view
         finally:
             file.close()

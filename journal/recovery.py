@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 
 import msgspec
 
-from .errors import JournalDamaged, JournalMismatch
-from .scan import Bad, Clean, Damaged, Position, TornTail, Verdict, Window, judge, scan
+from .errors import JournalMismatch
+from .judge import Judged, check_chain, raise_if_damaged
+from .scan import TornTail, Verdict
 from .sink import Link
 from .storage import Storage, StorageFile, read_exact, write_all
-from .survey import FileSource, SegmentFile, Survey, open_walk, survey
+from .survey import SegmentFile, Survey, open_walk, survey
 
 logger = logging.getLogger(__name__)
 
@@ -69,88 +69,25 @@ class Recovered(msgspec.Struct, frozen=True):
     link: Link | None
 
 
-def check_end(
-    storage: Storage, found: Survey, *, from_index: int, progress: Callable[[SegmentFile, Verdict], None] | None = None
-) -> list[tuple[SegmentFile, Verdict]]:
-    """Judge the chain's segments from ``from_index`` on and the headless files after it. OSError passes through.
-
-    A missing end (the watermark lies beyond everything) comes back as Damaged of the segment that should follow.
-    """
-    verdicts: list[tuple[SegmentFile, Verdict]] = []
-    end = found.chain[from_index - 1].first_offset if from_index else found.floor
-    for segment in found.chain[from_index:]:
-        last = segment.named_bytes is None
-        file = storage.open(segment.path)
-        try:
-            verdict = scan(
-                FileSource(file),
-                found.watermark_of_last if last else 0,
-                first_offset=segment.first_offset,
-                named_bytes=segment.named_bytes,
-                strict=found.strict,
-                where=segment.path,
-            )
-        finally:
-            file.close()
-        verdicts.append((segment, _check_link(found, segment, verdict)))
-        if progress is not None:
-            progress(*verdicts[-1])
-        end = verdict.end.offset
-    verdicts += [(segment, judge_headless(storage, found, segment, end)) for segment in found.headless]
-    if not found.chain and found.watermark > found.floor and not found.headless:
-        ghost = SegmentFile(found.floor, os.path.join(found.directory, ""), 0, None, "missing")
-        missing = Damaged(Position(0, found.floor, 0, 0), f"missing; durable up to event {found.watermark}")
-        verdicts.append((ghost, missing))
-    return verdicts
-
-
-def _check_link(found: Survey, segment: SegmentFile, verdict: Verdict) -> Verdict:
-    """A successor names where its predecessor ends; both must agree on offset and chain."""
-    if segment.named_bytes is None or not isinstance(verdict, Clean):
-        return verdict
-    after = found.chain[found.chain.index(segment) + 1]
-    assert after.preamble is not None
-    if verdict.end.offset != after.first_offset or verdict.end.chain != after.preamble.pred_chain:
-        return Damaged(verdict.end, f"does not end as its successor {after.name} says")
-    return verdict
-
-
-def judge_headless(storage: Storage, found: Survey, segment: SegmentFile, end: int) -> Verdict:
-    """Torn or damaged: a file after the chain whose preamble can't be read, where event ``end`` is due."""
-    file = storage.open(segment.path)
-    try:
-        window = Window(FileSource(file))
-        bad = Bad(Position(0, end, 0, 0), segment.problem or "no preamble")
-        return judge(window, bad, found.watermark, named_bytes=None, strict=found.strict)
-    finally:
-        file.close()
-
-
-def raise_if_damaged(found: Survey, verdicts: list[tuple[SegmentFile, Verdict]]) -> None:
-    """Raise JournalDamaged for the first damaged segment."""
-    for segment, verdict in verdicts:
-        if isinstance(verdict, Damaged):
-            at = verdict.end
-            raise JournalDamaged(found.directory, segment.name, at.byte, at.offset, verdict.reason)
-
-
 def recover(storage: Storage, directory: str, *, scan_all: bool, journal_id: str) -> Recovered:
     """Steps 1 to 4. The caller holds the lock. Raises JournalDamaged, JournalUnsupported, OSError."""
-    torn: list[TornPiece] = []
+    cuts: list[Judged] = []
     while True:
-        found = survey(storage, directory)
+        removed = {segment.name for segment, verdict in cuts if _goes(verdict)}
+        found = survey(storage, directory, without=removed)
         if found.journal_id not in (None, journal_id):
             raise JournalMismatch(
                 f"{directory}: holds journal {found.journal_id!r}, not {journal_id!r}. Give its own id, or another "
                 f"directory."
             )
         image = found.newest_image()
-        verdicts = check_end(storage, found, from_index=0 if scan_all or image is None else image)
-        raise_if_damaged(found, verdicts)
-        torn += _cut(storage, directory, verdicts)
-        removed = {piece.segment for piece in torn if piece.removed_file}
-        if not any(segment.name in removed for segment in found.chain):
+        verdicts = list(check_chain(storage, found, from_index=0 if scan_all or image is None else image))
+        for segment, verdict in verdicts:
+            raise_if_damaged(found, segment, verdict)
+        cuts += [(segment, verdict) for segment, verdict in reversed(verdicts) if isinstance(verdict, TornTail)]
+        if not any(segment.preamble is not None and _goes(verdict) for segment, verdict in verdicts):
             break  # else the segment before is the last one now, perhaps after another image: judge again
+    torn = [_cut(storage, directory, segment, verdict) for segment, verdict in cuts if isinstance(verdict, TornTail)]
     if found.chain:
         _write_again(storage, found)
     for segment, _ in verdicts:
@@ -202,31 +139,31 @@ def _write_again(storage: Storage, found: Survey) -> None:
         file.close()
 
 
-def _cut(storage: Storage, directory: str, verdicts: list[tuple[SegmentFile, Verdict]]) -> list[TornPiece]:
-    pieces = []
-    for segment, verdict in reversed(verdicts):
-        if not isinstance(verdict, TornTail):
-            continue
-        remove = verdict.end.frames == 0
-        start = 0 if remove else verdict.end.byte
-        copied_to = copy_aside(storage, directory, segment.path, start) if segment.size > start else ""
-        if remove:
-            storage.remove(segment.path)
-            storage.sync_directory(directory)
-        else:
-            file = storage.open(segment.path, writable=True)
-            try:
-                file.truncate(start)
-                file.sync()
-            finally:
-                file.close()
-        length = segment.size - start
-        pieces.append(TornPiece(segment.name, start, length, verdict.reason, copied_to, remove))
-        logger.warning(
-            "%s: torn tail of %d bytes from byte %d (%s): never durable, cut%s",
-            segment.path, length, start, verdict.reason, f", copied to {copied_to}" if copied_to else "",
-        )  # fmt: skip
-    return pieces
+def _goes(verdict: Verdict) -> bool:
+    """Whether the whole file is a torn tail."""
+    return isinstance(verdict, TornTail) and verdict.end.frames == 0
+
+
+def _cut(storage: Storage, directory: str, segment: SegmentFile, verdict: TornTail) -> TornPiece:
+    remove = _goes(verdict)
+    start = 0 if remove else verdict.end.byte
+    copied_to = copy_aside(storage, directory, segment.path, start) if segment.size > start else ""
+    if remove:
+        storage.remove(segment.path)
+        storage.sync_directory(directory)
+    else:
+        file = storage.open(segment.path, writable=True)
+        try:
+            file.truncate(start)
+            file.sync()
+        finally:
+            file.close()
+    length = segment.size - start
+    logger.warning(
+        "%s: torn tail of %d bytes from byte %d (%s): never durable, cut%s",
+        segment.path, length, start, verdict.reason, f", copied to {copied_to}" if copied_to else "",
+    )  # fmt: skip
+    return TornPiece(segment.name, start, length, verdict.reason, copied_to, remove)
 
 
 def copy_aside(storage: Storage, directory: str, path: str, start: int) -> str:

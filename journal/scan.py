@@ -1,28 +1,31 @@
 """Walks one segment's frames and judges where they end: clean, torn tail or damaged (docs/FORMAT.md).
 
-``scan`` is pure: bytes and the watermark in, a verdict out. What was durable and is bad is *damage*; what was never
-known to be durable is a *torn tail*. Two proofs of durability count: the watermark given, and the ``durable_upto``
-of any intact later frame in the same bytes.
+Pure: bytes and the watermark in, a verdict out. What was durable and is bad is *damage*; what was never known to be
+durable is a *torn tail*. Two proofs of durability count: the watermark given, and the ``durable_upto`` of any intact
+later frame in the same bytes. Everyone who judges a journal does so through ``judge``.
 """
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
 from .format import (
     FRAME_HEADER_BYTES,
     FRAME_START,
+    HEADER_BYTES_LIMIT,
     PREAMBLE_BYTES,
     FrameHeader,
     Preamble,
     next_chain,
     parse_frame_header,
-    parse_preamble,
+    segment_name,
 )
 
 _CHAINED_BYTES = FRAME_HEADER_BYTES - 8
 _WINDOW_BYTES = 1 << 20
+_FIND_FRAME_START = re.compile(re.escape(FRAME_START)).finditer
 
 
 class Source(Protocol):
@@ -131,7 +134,7 @@ class FrameWalk:
         at = self.position
         if at.byte >= self.window.end:
             return None
-        data = self.window.read(at.byte, FRAME_HEADER_BYTES)
+        data = self.window.read(at.byte, HEADER_BYTES_LIMIT)
         header = parse_frame_header(data, f"{self.where} byte {at.byte}")
         if isinstance(header, str):
             return self._stop(header)
@@ -155,7 +158,7 @@ class FrameWalk:
     def jump(self, byte: int, offset: int) -> FrameHeader | None:
         """Step over the frame known to begin at ``byte``, without its chain (an earlier walk has checked it)."""
         self.position = self._before = Position(byte, offset, 0, 0)
-        header = parse_frame_header(self.window.read(byte, FRAME_HEADER_BYTES), f"{self.where} byte {byte}")
+        header = parse_frame_header(self.window.read(byte, HEADER_BYTES_LIMIT), f"{self.where} byte {byte}")
         if isinstance(header, str):
             return self._stop(header)
         if header.first_offset != offset or byte + header.total_bytes > self.window.end:
@@ -182,52 +185,36 @@ class FrameWalk:
         return None
 
 
-def scan(
-    data: bytes | Source,
-    watermark: int,
-    *,
-    first_offset: int | None = None,
-    named_bytes: int | None = None,
-    strict: bool = False,
-    where: str = "segment",
-) -> Verdict:
-    """Judge one segment, payload checksums included.
+def judge_walk(walk: FrameWalk, watermark: int, *, successor: Preamble | None, strict: bool) -> Verdict:
+    """What the place is at which a walk has stopped: the whole rule of docs/FORMAT.md for a segment with a preamble.
 
-    ``watermark``: every event below it is known to be durable. ``first_offset``: what the file's name says.
-    ``named_bytes``: length that a successor states, below which everything is durable and beyond which nothing
-    counts. ``strict`` (no WATERMARK file): any intact later frame proves that bad bytes are damage, not only one
+    ``successor``: the preamble that names this segment, None for the head. ``watermark``: how far the head must reach.
+    ``strict``: without a WATERMARK file, any intact later frame of these or later events proves damage, not only one
     that says so. Raises JournalUnsupported; OSError of the source passes through.
     """
-    source = BytesSource(data) if isinstance(data, bytes) else data
-    window = Window(source, named_bytes)
-    preamble = parse_preamble(window.read(0, PREAMBLE_BYTES), where)
-    if not isinstance(preamble, str) and first_offset is not None and preamble.first_offset != first_offset:
-        preamble = f"preamble of event {preamble.first_offset} in a file named for event {first_offset}"
-    if isinstance(preamble, str):
-        bad = Bad(Position(0, first_offset or 0, 0, 0), preamble)
-        return judge(window, bad, watermark, named_bytes=named_bytes, strict=strict)
-    walk = FrameWalk(window, preamble, where)
-    while (header := walk.step()) is not None and walk.payload(header) is not None:
-        pass
-    if walk.bad is None and named_bytes is not None and walk.position.byte < named_bytes:
-        walk.bad = Bad(walk.position, f"the file ends at byte {walk.position.byte}, its successor says {named_bytes}")
-    if walk.bad is None and walk.position.frames == 0:
-        walk.bad = Bad(walk.position, "no frame after the preamble")
-    if walk.bad is None and walk.position.offset < watermark and named_bytes is None:
-        walk.bad = Bad(walk.position, f"durable up to event {watermark}, but the bytes end before")
-    if walk.bad is None:
-        return Clean(walk.position)
-    return judge(window, walk.bad, watermark, named_bytes=named_bytes, strict=strict)
+    at, reason = walk.position, walk.bad.reason if walk.bad is not None else None
+    if successor is not None:
+        name = segment_name(successor.first_offset)
+        if reason is None and at.byte < successor.pred_bytes:
+            reason = f"ends at byte {at.byte}, its successor {name} says {successor.pred_bytes}"
+        elif reason is None and (at.offset, at.chain) != (successor.first_offset, successor.pred_chain):
+            reason = f"does not end as its successor {name} says"
+        return Clean(at) if reason is None else Damaged(at, reason)
+    if reason is None and at.byte == PREAMBLE_BYTES:
+        reason = "no frame after the preamble"
+    if reason is None and at.offset < watermark:
+        reason = "the bytes end here"
+    if reason is None:
+        return Clean(at)
+    return judge(walk.window, Bad(at, reason), watermark, strict=strict, where=walk.where)
 
 
-def judge(window: Window, bad: Bad, watermark: int, *, named_bytes: int | None, strict: bool) -> Verdict:
-    """Torn or damaged? The rule of docs/FORMAT.md, for the first bad byte of a segment."""
+def judge(window: Window, bad: Bad, watermark: int, *, strict: bool, where: str) -> TornTail | Damaged:
+    """Torn or damaged? For the first bad byte of a segment that nothing follows, or of a file without a preamble."""
     at = bad.position
-    if named_bytes is not None:
-        return Damaged(at, bad.reason)
     if watermark > at.offset:
         return Damaged(at, f"{bad.reason}; durable up to event {watermark}")
-    later = find_later_frame(window, at, strict=strict)
+    later = find_later_frame(window, at, strict=strict, where=where)
     if later is not None:
         byte, header = later
         return Damaged(
@@ -236,26 +223,23 @@ def judge(window: Window, bad: Bad, watermark: int, *, named_bytes: int | None, 
     return TornTail(at, window.end - at.byte, bad.reason)
 
 
-def find_later_frame(window: Window, bad: Position, *, strict: bool) -> tuple[int, FrameHeader] | None:
+def find_later_frame(window: Window, bad: Position, *, strict: bool, where: str) -> tuple[int, FrameHeader] | None:
     """The first intact frame after ``bad`` that proves the bad bytes durable.
 
-    Its ``durable_upto`` lies above them, or (``strict``) its events are not before them.
+    Its ``durable_upto`` lies above them, or (``strict``) its events are not before them. Raises JournalUnsupported for
+    one of another version.
     """
     at = bad.byte  # an intact frame out of its place proves as much: the one before it was taken out
-    overlap = len(FRAME_START) - 1
     while at < window.end:
         piece = window.read(at, _WINDOW_BYTES)
-        found = piece.find(FRAME_START)
-        if found < 0:
-            at += max(len(piece) - overlap, 1) if at + len(piece) < window.end else len(piece)
-            continue
-        at += found
-        header = parse_frame_header(window.read(at, FRAME_HEADER_BYTES), "a later frame")
-        if not isinstance(header, str) and (
-            header.durable_upto > bad.offset or (strict and header.first_offset >= bad.offset)
-        ):
-            stored = window.read(at + FRAME_HEADER_BYTES, header.stored_bytes)
-            if len(stored) == header.stored_bytes and crc32(stored) == header.payload_crc:
-                return at, header
-        at += 1
+        for match in _FIND_FRAME_START(piece):
+            byte = at + match.start()
+            header = parse_frame_header(window.read(byte, HEADER_BYTES_LIMIT), f"{where} byte {byte}")
+            if not isinstance(header, str) and (
+                header.durable_upto > bad.offset or (strict and header.first_offset >= bad.offset)
+            ):
+                stored = window.read(byte + FRAME_HEADER_BYTES, header.stored_bytes)
+                if len(stored) == header.stored_bytes and crc32(stored) == header.payload_crc:
+                    return byte, header
+        at += max(len(piece) - len(FRAME_START) + 1, 1)
     return None

@@ -27,15 +27,14 @@ from .errors import JournalFenced
 from .format import (
     COMPAT_IMAGE,
     NO_PREDECESSOR,
-    PREAMBLE_BYTES,
     pack_frame_header,
     pack_preamble,
-    parse_preamble,
     segment_name,
 )
 from .frames import SealedFrame
 from .marks import WatermarkFile
-from .storage import Storage, StorageFile, read_exact, write_all
+from .storage import Storage, StorageFile, write_all
+from .survey import read_preamble
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +203,7 @@ class SegmentSink:
     def _set_aside(self, path: str) -> None:
         file = self._storage.open(path)
         try:
-            preamble = parse_preamble(read_exact(file, 0, PREAMBLE_BYTES), path)
+            preamble = read_preamble(file, path)
         finally:
             file.close()
         if not isinstance(preamble, str) and preamble.incarnation >= self._incarnation:

@@ -7,11 +7,13 @@ zombies of older incarnations, leftovers below the floor, and headless files who
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from .errors import JournalDamaged, JournalMissing
-from .format import PREAMBLE_BYTES, Preamble, parse_preamble, segment_name, segment_offset
+from .format import HEADER_BYTES_LIMIT, Preamble, parse_preamble, segment_name, segment_offset
 from .marks import Mark, journal_crc, read_floor, read_watermark
 from .scan import FrameWalk, Source, Window
 from .storage import Storage, StorageFile, read_exact
@@ -86,8 +88,8 @@ class Survey:
         return None
 
 
-def survey(storage: Storage, directory: str) -> Survey:
-    """Read every preamble (O(segments), no frame) and find the chain.
+def survey(storage: Storage, directory: str, *, without: Collection[str] = ()) -> Survey:
+    """Read every preamble (O(segments), no frame) and find the chain, as if the files ``without`` were gone.
 
     Raises JournalMissing when there is no such directory, JournalDamaged when a segment that must exist does not or
     has an unreadable preamble, JournalUnsupported, OSError.
@@ -96,16 +98,16 @@ def survey(storage: Storage, directory: str) -> Survey:
     while True:
         floor_mark = read_floor(storage, directory)
         try:
-            return _survey_once(storage, directory, floor_mark)
+            return _survey_once(storage, directory, floor_mark, without)
         except JournalDamaged:
             # Beside a pruning writer the floor may have risen between the two looks; then what is missing was pruned.
             if read_floor(storage, directory) == floor_mark:
                 raise
 
 
-def _survey_once(storage: Storage, directory: str, floor_mark: Mark | None) -> Survey:
+def _survey_once(storage: Storage, directory: str, floor_mark: Mark | None, without: Collection[str]) -> Survey:
     slots = read_watermark(storage, directory)  # before the listing: what it covers must then be there
-    files = _segment_files(storage, directory)
+    files = _segment_files(storage, directory, without)
     floor = floor_mark.offset if floor_mark else 0
     kept = [f for f in files if f.first_offset >= floor]
     result = Survey(directory, None, floor, [], [], [], [f for f in files if f.first_offset < floor], floor, "none")
@@ -122,27 +124,37 @@ def _must_exist(storage: Storage, directory: str) -> None:
         raise JournalMissing(f"{directory}: no journal here ({error.strerror or error})") from error
 
 
-def _segment_files(storage: Storage, directory: str) -> list[SegmentFile]:
+def _segment_files(storage: Storage, directory: str, without: Collection[str]) -> list[SegmentFile]:
     files = []
     for name in sorted(storage.list_names(directory)):
         first = segment_offset(name)
-        if first is None:
+        if first is None or name in without:
             continue
-        path = os.path.join(directory, name)
-        try:
-            file = storage.open(path)
-        except FileNotFoundError:  # pruned or cut since the listing
-            continue
-        try:
-            parsed = parse_preamble(read_exact(file, 0, PREAMBLE_BYTES), path)
-            if not isinstance(parsed, str) and parsed.first_offset != first:
-                parsed = f"preamble of event {parsed.first_offset} in a file named for event {first}"
-            problem = parsed if isinstance(parsed, str) else None
-            preamble = None if isinstance(parsed, str) else parsed
-            files.append(SegmentFile(first, path, file.size(), preamble, problem))
-        finally:
-            file.close()
+        with contextlib.suppress(FileNotFoundError):  # pruned or cut since the listing
+            files.append(look_at(storage, os.path.join(directory, name), first))
     return files
+
+
+def look_at(storage: Storage, path: str, first_offset: int) -> SegmentFile:
+    """A file with a segment's name, by its preamble; one of another offset than the name's is none.
+
+    Raises JournalUnsupported, FileNotFoundError, OSError.
+    """
+    file = storage.open(path)
+    try:
+        parsed = read_preamble(file, path)
+        if not isinstance(parsed, str) and parsed.first_offset != first_offset:
+            parsed = f"preamble of event {parsed.first_offset} in a file named for event {first_offset}"
+        if isinstance(parsed, str):
+            return SegmentFile(first_offset, path, file.size(), None, parsed)
+        return SegmentFile(first_offset, path, file.size(), parsed, None)
+    finally:
+        file.close()
+
+
+def read_preamble(file: StorageFile, path: str) -> Preamble | str:
+    """The preamble of a segment file, or why there is none. Raises JournalUnsupported, OSError."""
+    return parse_preamble(read_exact(file, 0, HEADER_BYTES_LIMIT), path)
 
 
 def _find_chain(result: Survey, files: list[SegmentFile]) -> None:

@@ -9,11 +9,11 @@ from typing import Literal
 import msgspec
 
 from .errors import JournalDamaged
-from .frames import FrameOpener, PayloadError, count_events
-from .recovery import check_end
-from .scan import Damaged, Position, TornTail, Verdict
+from .frames import FrameOpener
+from .judge import check_chain
+from .scan import Damaged, TornTail, Verdict
 from .storage import RealStorage, Storage
-from .survey import SegmentFile, Survey, open_walk, survey
+from .survey import SegmentFile, survey
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -73,10 +73,8 @@ def verify(
     total = sum(s.size for s in found.chain)
     done = 0
     results: list[SegmentVerdict] = []
-    verdicts = check_end(storage, found, from_index=0)
-    for segment, verdict in verdicts:
-        whole = verdict if isinstance(verdict, Damaged) else _check_payloads(storage, found, segment, verdict)
-        results.append(_result(segment, whole))
+    for segment, verdict in check_chain(storage, found, opener=FrameOpener()):
+        results.append(_result(segment, verdict))
         done += segment.size
         if progress is not None:
             progress(done, total)
@@ -97,29 +95,6 @@ def verify(
         segments=results + ignored,
         notes=found.notes,
     )
-
-
-def _check_payloads(storage: Storage, found: Survey, segment: SegmentFile, verdict: Verdict) -> Verdict:
-    """Decompress what the scan has found intact: a frame whose checksum holds must also decode."""
-    if segment.preamble is None:
-        return verdict
-    opener = FrameOpener()
-    file, walk = open_walk(storage, segment, found.directory)
-    try:
-        while walk.position.byte < verdict.end.byte and (header := walk.step()) is not None:
-            before = Position(walk.position.byte - header.total_bytes, header.first_offset, 0, walk.position.frames - 1)
-            stored = walk.payload(header)
-            if stored is None:
-                return Damaged(before, "payload checksum does not match")
-            try:
-                count = count_events(opener.open(stored, header.raw_bytes))
-            except PayloadError as error:
-                return Damaged(before, str(error))
-            if count != header.events:
-                return Damaged(before, f"the frame holds {count} events, its header says {header.events}")
-    finally:
-        file.close()
-    return verdict
 
 
 def _result(segment: SegmentFile, verdict: Verdict) -> SegmentVerdict:

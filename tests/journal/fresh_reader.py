@@ -69,7 +69,7 @@ def slots(data, magic):
     return [unpack_from("<8xII8xQ", s) for s in both if s[:8] == magic + b"\1\0\0\0"]
 
 
-def judge(files, events):
+def judge(files, events, decode):
     data = {int(name[:20]): files[name] for name in sorted(files) if re.fullmatch(r"[0-9]{20}\.zst", name)}
     every = {first: p for first in data if (p := preamble(data[first], first))}
     floors = slots(files.get("FLOOR", b"")[:44], b"UNLB")
@@ -102,7 +102,7 @@ def judge(files, events):
             events += zip(range(due, due + h.n), plain, strict=True)
             at, due, link = at + 76 + h.stored, due + h.n, h.chain
         bad, reach = at < len(held) or at in {0, 196}, min([watermark, *headless]) if p else watermark
-        later = (intact(held, m.start() + at) for m in re.finditer(re.escape(FRAME[0]), held[at:]) if bad)
+        later = (intact(held, m.start() + at) for m in re.finditer(re.escape(FRAME[0][:4]), held[at:]) if bad)
         proofs = (f and (f[0].upto > due or (not marks and f[0].first >= due)) for f in later)
         if (at, due, link) != (s.size, s.first, s.link) if s else due < reach or any(proofs):
             raise damaged(first, at, due)
@@ -112,9 +112,9 @@ def judge(files, events):
     return torn or ("clean",)
 
 
-def read(files):
+def read(files, decode=decode):
     events = []
     try:
-        return events, judge(files, events)
+        return events, judge(files, events, decode)
     except Verdict as verdict:
         return events, verdict.args

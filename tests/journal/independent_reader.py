@@ -54,7 +54,7 @@ def frames(data, p, end, offset, chain):
 
 
 def read(directory):
-    files = [p for p in pathlib.Path(directory).iterdir() if re.match(r"^\d{20}\.zst$", p.name)]
+    files = [p for p in pathlib.Path(directory).iterdir() if re.fullmatch(r"[0-9]{20}\.zst", p.name)]
     data = {int(p.name[:20]): p.read_bytes() for p in files}
     floor = max((s[6] for s in slots(pathlib.Path(directory, "FLOOR"), b"UNLB")), default=0)
     heads = {first: p for first, d in data.items() if first >= floor and (p := preamble(d, first))}
