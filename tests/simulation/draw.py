@@ -206,8 +206,8 @@ def _troubles(case: Case, r: random.Random, siblings: int) -> None:
 
 
 def draw_crash(r: random.Random) -> Crash:
-    hows = ["time", "call", "append", "before", "queued", "durable", "effect", "phase", "stop"]
-    how = r.choices([*hows, "restore event", "restore call"], (14, 8, 8, 6, 6, 8, 12, 6, 4, 12, 5))[0]
+    hows = ["time", "call", "op", "append", "before", "queued", "durable", "effect", "phase", "stop"]
+    how = r.choices([*hows, "restore event", "restore call"], (14, 6, 6, 8, 6, 6, 8, 12, 6, 4, 12, 5))[0]
     crash = Crash(how=how, time_s=r.uniform(0.05, 12), power=r.choice(("", "", "drop", "tear", "keep")))
     crash.undead = how == "time" and r.random() < 0.3
     if how == "time":
@@ -223,6 +223,9 @@ def draw_crash(r: random.Random) -> Crash:
     elif how == "restore event":
         crash.how = r.choice(("append", "before", "queued", "durable"))
         crash.what, crash.count, crash.after_restore = r.choice(RESTORE_EVENTS), r.choice((1, 1, 2)), True
+    elif how == "op":
+        crash.what = f"{r.choice(('sync', 'sync', 'write', 'sync_directory'))} {r.choice(('payloads', 'events'))}"
+        crash.count = r.choice((1, 2, 5, 10, 20))
     elif how == "stop":
         crash.stop_s, crash.time_s = crash.time_s, r.choice((1e9, crash.time_s + r.uniform(0, 0.5)))
     elif how == "call":

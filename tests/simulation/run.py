@@ -80,6 +80,8 @@ def arrange(case: Case, watch: Watch, life_number: int, crash: Crash) -> Any:
         world, loop = watch.world, life.loop
         assert loop is not None
         world.storage.sleep = lambda seconds: setattr(loop._virtual, "now", loop._virtual.now + seconds)
+        if crash.how == "op":
+            _crash_at_operation(watch, life, crash)
         if crash.how == "call":
             left = [crash.count]
 
@@ -104,6 +106,21 @@ def arrange(case: Case, watch: Watch, life_number: int, crash: Crash) -> Any:
                 loop.call_later(0.2 + 0.4 * number, lambda: None if life.dead else world.shamble(0.3))
 
     return now
+
+
+def _crash_at_operation(watch: Watch, life: Incarnation, crash: Crash) -> None:
+    """Die inside the so-manieth call of a kind on a kind of file, before it has any effect."""
+    operation, part = crash.what.split(" ")
+    left = [crash.count]
+
+    def hook(op: str, path: str) -> None:
+        if op == operation and part in path:
+            left[0] -= 1
+            if left[0] == 0:
+                watch.coverage[f"call: {op} {part}"] += 1
+                watch.kill(life)
+
+    watch.world.storage.hook = hook
 
 
 def _inject(life: Incarnation, fault: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from unlost.replay import events as ev
 
 @dataclass
 class Crash:
-    """Where a life ends. ``how``: append, before, queued, durable (an event), effect, phase, call, time.
+    """Where a life ends. ``how``: append, before, queued, durable (an event), effect, phase, call, op, time.
 
     ``what`` names the event kind, effect or phase; ``count``: at its so-manieth occurrence. At ``time_s`` it ends
     anyway. ``after_restore``: occurrences count from RestoreStarted on.
@@ -70,6 +70,8 @@ class Watch(Hooks):
     reserved_at: dict[int, int] = field(default_factory=dict)
     completed_at: int = -1
     step_history: set[str] = field(default_factory=set)
+    appended_events: list[Any] = field(default_factory=list)  # of this life
+    on_submit: Callable[[ev.AttemptKey, int], object] = lambda key, prefix: None
 
     def __post_init__(self) -> None:
         self.live = Model(self.settings)
@@ -113,7 +115,7 @@ class Watch(Hooks):
         self.life = life
         self.seen, self.target, self.completed_at = 0, -1, -1
         self.step, self.last_event = "opened", "opening"
-        self.step_history = set()
+        self.step_history, self.appended_events = set(), []
         self.pending, self.reserved_at = [], {}
         events, first = read_events(self.world.storage, EVENTS)
         for name in ("live", "durable"):
@@ -201,6 +203,7 @@ class Watch(Hooks):
 
             def watched_submit(request_id: Any, prompt_ids: Any, **options: Any) -> None:
                 self.produced[request_id] = len(options["prefix_ids"])
+                self.on_submit(request_id, self.produced[request_id])
                 on_delta = options["on_delta"]
 
                 def counted(ids: Any, *rest: Any) -> None:
@@ -347,6 +350,7 @@ class Watch(Hooks):
         self.step_history.add(kind)
         assert life.clock is not None
         self.pending.append((offset, event, life.clock.now_us()))
+        self.appended_events.append(event)
         if isinstance(event, ev.BatchReserved):
             for group in (*range(event.first_group, event.first_group + len(event.prompts)), *event.pool_groups):
                 self.reserved_at[group] = offset
