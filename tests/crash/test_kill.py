@@ -82,8 +82,9 @@ def uninterrupted(example: Path, tmp_path_factory: pytest.TempPathFactory) -> st
     return weights_digest(run, check_finished(run))
 
 
+@pytest.mark.parametrize("turn", range(int(os.environ.get("UNLOST_CRASH_TURNS", "1"))))
 def test_a_run_killed_at_five_moments_ends_as_if_it_had_not_been(
-    example: Path, uninterrupted: str, tmp_path: Path
+    turn: int, example: Path, uninterrupted: str, tmp_path: Path
 ) -> None:
     """Kills while generating, putting rows, saving, between claim and apply, and restoring: same steps, same bits."""
     run = tmp_path / "run"
