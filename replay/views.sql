@@ -199,13 +199,13 @@ WITH RECURSIVE gone AS (
 ), undone AS (
     SELECT run, group_id, max(event_offset) AS event_offset FROM raw.attempt_abandoned
     WHERE reason IN ('payload_lost', 'prompt_group') GROUP BY ALL
-), seals AS (
-    SELECT s.run, s.group_id, count(*) AS sealed, sum(nullif(s.tokens, -1)) AS tokens, avg(s.reward) AS reward_mean,
-           max(s.sealed_t) AS last_seal_t, min(s.version_min) AS version_min, max(s.version_max) AS version_max
-    FROM attempt_rows s WHERE s.sealed_event_offset IS NOT NULL AND s.abandoned_offset IS NULL
+), tried AS (
+    SELECT run, group_id, min(dispatched_t) AS first_t, count(*) AS dispatched, count(*) FILTER (stands) AS sealed,
+           sum(nullif(tokens, -1)) FILTER (stands) AS tokens, avg(reward) FILTER (stands) AS reward_mean,
+           max(sealed_t) FILTER (stands) AS last_seal_t, min(version_min) FILTER (stands) AS version_min,
+           max(version_max) FILTER (stands) AS version_max
+    FROM (SELECT *, sealed_event_offset IS NOT NULL AND abandoned_offset IS NULL AS stands FROM attempt_rows)
     GROUP BY ALL
-), dispatches AS (
-    SELECT run, group_id, min(dispatched_t) AS first_t, count(*) AS dispatched FROM attempt_rows GROUP BY ALL
 ), committed AS (
     SELECT run, group_id, max(event_offset) AS event_offset, arg_max(t, event_offset) AS t
     FROM raw.group_committed GROUP BY ALL
@@ -216,7 +216,7 @@ SELECT s.run, s.group_id, s.sample_id, s.epoch, s.prompt_index, s.task, s.kind, 
            WHEN g.how IS NOT NULL THEN g.how
            WHEN t.claimed THEN 'claimed'
            WHEN c.event_offset > coalesce(u.event_offset, -1) THEN 'committed'
-           WHEN coalesce(seals.sealed, 0) = s.generations THEN 'complete'
+           WHEN coalesce(d.sealed, 0) = s.generations THEN 'complete'
            WHEN a.t IS NOT NULL THEN 'unfinished'
            WHEN s.kind IN ('spare', 'requeued') AND p.group_id IS NULL THEN 'pool'
            ELSE 'reserved'
@@ -224,12 +224,12 @@ SELECT s.run, s.group_id, s.sample_id, s.epoch, s.prompt_index, s.task, s.kind, 
        g.reason, g.event_offset AS gone_offset, g.t / 1e6 AS gone_s,
        nullif(g.requeued_as, -1) AS requeued_as, nullif(s.requeued_from, -1) AS requeued_from,
        s.reserved_offset, s.t / 1e6 AS reserved_s, a.t / 1e6 AS admitted_s, d.first_t / 1e6 AS dispatched_s,
-       CASE WHEN coalesce(seals.sealed, 0) = s.generations THEN seals.last_seal_t / 1e6 END AS complete_s,
+       CASE WHEN coalesce(d.sealed, 0) = s.generations THEN d.last_seal_t / 1e6 END AS complete_s,
        c.t / 1e6 AS committed_s, t.claimed_s, st.applied_s,
        nullif(coalesce(lent.target_step, a.target_step), -1) AS target_step, a.dispatch_index,
        t.trained_step, coalesce(t.times_trained, 0) AS times_trained, coalesce(t.times_applied, 0) AS times_applied,
-       coalesce(d.dispatched, 0) AS attempts, coalesce(seals.sealed, 0) AS sealed, seals.tokens, seals.reward_mean,
-       seals.version_min, seals.version_max
+       coalesce(d.dispatched, 0) AS attempts, coalesce(d.sealed, 0) AS sealed, d.tokens, d.reward_mean,
+       d.version_min, d.version_max
 FROM served s
 LEFT JOIN gone g USING (run, group_id)
 LEFT JOIN admission a USING (run, group_id)
@@ -238,8 +238,7 @@ LEFT JOIN lent USING (run, group_id)
 LEFT JOIN training t USING (run, group_id)
 LEFT JOIN steps st ON st.run = s.run AND st.applied_offset = t.applied_offset
 LEFT JOIN undone u USING (run, group_id)
-LEFT JOIN seals USING (run, group_id)
-LEFT JOIN dispatches d USING (run, group_id)
+LEFT JOIN tried d USING (run, group_id)
 LEFT JOIN committed c USING (run, group_id);
 
 -- @attempts
@@ -443,7 +442,7 @@ SELECT run, 'weight_sync_pause', 'wall', NULL, NULL, NULL, NULL, NULL, event_off
 FROM raw.weights_synced WHERE seconds > 0;
 
 -- @workers
-CREATE TABLE workers AS
+CREATE VIEW workers AS
 WITH counts AS (
     SELECT run, worker, tokens FROM raw.step_applied_generated
     UNION ALL SELECT run, worker, tokens FROM raw.run_ended_generated
@@ -542,7 +541,7 @@ SELECT run, line, t_s, trace_run, event, nullif(prompt_id, '') AS prompt_id,
 FROM raw.trace_lines;
 
 -- @runs
-CREATE TABLE runs AS
+CREATE VIEW runs AS
 WITH lives AS (
     SELECT run, any_value(run_id) AS run_id, count(*) AS incarnations, count(*) FILTER (status = 'killed') AS kills,
            arg_max(status, incarnation) AS status, arg_max(ended, incarnation) AS ended, min(started_s) AS started_s,
