@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.3
 LEAVE_S = 30.0
+LOCK_WAIT_S = 10.0
 
 
 def preflight(config: Config, *, take_over: bool = False) -> dict[str, str]:
@@ -36,7 +37,7 @@ def preflight(config: Config, *, take_over: bool = False) -> dict[str, str]:
         raise ConfigError(f"data_plane.backend {config.data_plane.backend}: this release can only start `simple`")
     check_run(config, fingerprints)
     if not take_over:
-        check_free(config)
+        check_free(config, LOCK_WAIT_S)
     return fingerprints
 
 

@@ -30,6 +30,7 @@ from .controller import Identity
 
 WEIGHTS_FOLDER = "weights"
 LOG_FILE = "run.log"
+LOCK_POLL_S = 0.2
 CONFIG_FILE = "config.yaml"
 VERSIONS_OF = ("unlost", "ray", "torch", "transferqueue", "transformers", "msgspec", "zstandard")
 
@@ -124,13 +125,19 @@ def _compare(config: Config, state: State, fingerprints: Mapping[str, str]) -> N
             )
 
 
-def check_free(config: Config) -> None:
-    """Raise JournalLocked, naming the holder, if another process has the run. Leaves no trace otherwise."""
+def check_free(config: Config, wait_s: float = 0.0) -> None:
+    """Raise JournalLocked, naming the holder, if another process has the run. Leaves no trace otherwise.
+
+    ``wait_s``: how long to wait for it to go first. A controller outlives its killed driver by a second or two, and
+    whoever restarts a killed command at once should not be told that it still runs.
+    """
     folder = Path(config.run_dir) / EVENTS_FOLDER
     storage = RealStorage()
     if not (folder / LOCK_NAME).is_file():
         return
-    lock = storage.try_lock(str(folder / LOCK_NAME))
+    limit = time.monotonic() + wait_s
+    while (lock := storage.try_lock(str(folder / LOCK_NAME))) is None and time.monotonic() < limit:
+        time.sleep(LOCK_POLL_S)
     if lock is not None:
         lock.release()
         return
