@@ -136,7 +136,7 @@ COLUMNS = ["writer", "events/s", "p50 µs", "p99 µs", "p99.9 µs", "over 100 µ
 
 def run(quick: bool) -> Result:
     """All candidates at all rates, built records; the journal also with construction; repeats interleaved."""
-    repeats, seconds = (1, 0.2) if quick else (5, 0.6)
+    repeats, seconds = (1, 0.1) if quick else (5, 0.4)
     records = Records()
     candidates = [c for c in CANDIDATES if c.installed]
     plan = [(c, rate, False) for rate in RATES for c in candidates]

@@ -71,7 +71,7 @@ def _row(candidate: Candidate, runs: Runs) -> list[Cell]:
 
 def run(quick: bool) -> Result:
     """All candidates in turn, several times; construction included."""
-    repeats, events = (1, 20_000) if quick else (5, EVENTS_MAX)
+    repeats, events = (1, 20_000) if quick else (3, EVENTS_MAX)
     records = Records()
     found = {c: Runs() for c in CANDIDATES if c.installed}
     for _ in range(repeats):

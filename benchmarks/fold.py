@@ -20,7 +20,7 @@ FRAME = 400
 
 def run(quick: bool) -> Result:
     """The made-up training, folded from its first event on; images do not matter to a fold that is under way."""
-    events, repeats = (20_000, 1) if quick else (500_000, 5)
+    events, repeats = (20_000, 1) if quick else (200_000, 5)
     told: list[Event] = list(itertools.islice(engine_events(), events))
     encode = msgspec.msgpack.Encoder().encode
     frames = [encode(told[at : at + FRAME]) for at in range(0, events, FRAME)]

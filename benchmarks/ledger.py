@@ -160,7 +160,7 @@ def measure(live: int) -> Bench:
 def run(quick: bool) -> Result:
     """Sizes interleaved over the repeats; small ones more often, so that each figure rests on like counts."""
     sizes = (100, 1_000) if quick else LIVE
-    repeats = 1 if quick else 5
+    repeats = 1 if quick else 3
     found: dict[int, list[Bench]] = {live: [] for live in sizes}
     for _ in range(repeats):
         for live in sizes:

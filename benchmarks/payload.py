@@ -209,7 +209,7 @@ def run(quick: bool) -> Result:
     repeats = 1 if quick else 3
     rows: list[list[str | float | int | None]] = []
     figures: dict[tuple[int, str, str], tuple[float, float]] = {}
-    for tokens, count in ((1024, 10 if quick else 100), (8192, 4 if quick else 24)):
+    for tokens, count in ((1024, 10 if quick else 80), (8192, 4 if quick else 16)):
         for kind in ("zipf", "uniform"):
             groups = make_groups(count, tokens, kind)
             total = count * SIBLINGS * tokens
