@@ -215,9 +215,8 @@ def _result(all_found: list[Found]) -> Result:
         ],
         findings=[
             (
-                f"Checkpoints beside the seals took {seconds}. The put stall is TransferQueue's own. What lengthens the "
-                "tail beside a checkpoint is the comparison of rows: TransferQueue's list of all of them arrives on the "
-                "controller's loop."
+                f"Checkpoints beside the seals took {seconds}. The put stall is TransferQueue's own. The longest stops "
+                "of the loop come from comparing rows: TransferQueue's list of all of them is unpacked on the loop."
             )
         ],
         targets=[
