@@ -308,3 +308,17 @@ def test_every_question_begins_with_the_run(database):
     """So that several runs can be compared in one call."""
     for query in QUERIES:
         assert database.query(query.sql).columns[0] == "run", query.name
+
+
+def test_age_of_weights_that_two_rollbacks_went_below(tmp_path):
+    """Made by version 5, then the trainer went back to 3 and to 2: on step 2 it counts as version 2, age 0."""
+    ev = stories.ev
+    told = [stories.started(0, 1), stories.reserved(1, 0, 0, 1, 1), stories.admitted(1, 0), stories.dispatched(2, 0, 0)]
+    told += [stories.sealed(3, 0, 0, tokens=10, spans=((0, 0, 1), (4, 0, 5))), stories.committed(3, 0, 1, 10)]
+    told += [ev.TrainerRolledBack(stories.us(4), 5, 3, 1, ()), ev.TrainerRolledBack(stories.us(5), 3, 2, 2, ())]
+    told += [ev.StepClaimed(stories.us(6), 2, (0,)), ev.StepApplied(stories.us(7), 2, 3)]
+    with open_database([write(tmp_path, told, legal=False)]) as opened:
+        (row,) = opened.query("SELECT step, branch, age_mean, age_min, age_max, weights FROM batch_age").dicts()
+
+    # four tokens of version 1, six of version 5, which counts as 2
+    assert row == {"step": 2, "branch": 2, "age_mean": 0.4, "age_min": 0, "age_max": 1, "weights": 2}

@@ -166,11 +166,9 @@ class _Later(msgspec.Struct, frozen=True, array_like=True, tag=250):
 def test_events_of_other_versions(tmp_path):
     """Unknown kinds are counted and left out; fields that a kind did not have yet get their defaults."""
 
-    class Older(msgspec.Struct, frozen=True, array_like=True, tag=11):  # AttemptAbandoned before tokens and durable
+    class Older(msgspec.Struct, frozen=True, array_like=True, tag=7):  # GroupDiscarded before detail and requeued_as
         t: int
         group: int
-        sibling: int
-        attempt: int
         reason: str
 
     class Newer(msgspec.Struct, frozen=True, array_like=True, tag=21):  # CheckpointSkipped with a field to come
@@ -181,12 +179,11 @@ def test_events_of_other_versions(tmp_path):
 
     with JournalWriter.open(tmp_path / "events", (_Later, Older, Newer), journal_id="mixed") as writer:
         writer.append(_Later(1))
-        writer.append(Older(2, 5, 0, 0, "stale"))
+        writer.append(Older(2, 5, "stale"))
         writer.append(Newer(3, "rollout", "why not", 7))
     with open_database([tmp_path]) as database:
-        assert database.query("SELECT group_id, reason, tokens, durable FROM raw.attempt_abandoned").rows == [
-            (5, "stale", 0, 0)
-        ]
+        rows = database.query("SELECT group_id, reason, detail, requeued_as FROM raw.group_discarded").rows
+        assert rows == [(5, "stale", "", -1)]
         assert database.query("SELECT kind, reason FROM raw.checkpoint_skipped").rows == [("rollout", "why not")]
         assert any("1 event(s) of tag 250" in note for note in database.notes)
 
@@ -217,6 +214,8 @@ def test_queries_reach_neither_files_nor_settings(run, tmp_path):
             f"ATTACH '{tmp_path / 'x.db'}'",
             f"EXPORT DATABASE '{tmp_path / 'exported'}'",
             "SET enable_external_access = true",
+            "SET memory_limit = '1TB'",
+            f"SET temp_directory = '{tmp_path}'",
             "INSTALL httpfs",
         ):
             with pytest.raises(SqlError):
