@@ -159,7 +159,7 @@ def run(quick: bool) -> Result:
             "A simulated run with 32 workers, three kills, lost workers, failures, stale groups and checkpoints "
             "(`tests/synthetic_run.py`) is written as a journal. Loading ends when every table and view is there. "
             "Columns are made in one process per core, then DuckDB reads them; peak memory is the larger of all "
-            "loading processes together and of the process that holds DuckDB. CPU seconds are of the loading processes alone."
+            "loading processes together and of the process that holds DuckDB. CPU seconds are of the loading processes."
             "\n\n"
             "The same run is written as a rollout trace; DuckDB alone reads it into one table and answers three "
             "questions that such a file allows."
@@ -179,8 +179,8 @@ def run(quick: bool) -> Result:
             ),
         ],
         limits=(
-            "A simulated run: real ones have other shares of events. The trace's questions are fewer and looser: it knows "
-            "no tokens' fate, no rollback and no bounds."
+            "A simulated run: real ones have other shares of events. The trace's questions are fewer and looser: it "
+            "knows no tokens' fate, no rollback and no bounds."
         ),
         targets=[
             Target("load 10 million events", f"≤ {TARGET_S} s in ≤ {TARGET_MB} MB on 2 cores", measured, met)
