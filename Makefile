@@ -12,7 +12,7 @@ TRAIN  := $(if $(wildcard $(DEV)),$(DEV),.venv/.train)
 # mypy and import-linter do not follow setuptools' package-dir: .typing is the same tree as symlinks.
 TYPED  := -p unlost.journal -p unlost.replay -p unlost.engine -p unlost.cli
 
-.PHONY: help demo test test-fast check format bench mutants docs clean distclean
+.PHONY: help demo test test-fast check format bench mutants docs clean distclean browser
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -46,6 +46,9 @@ mutants: $(DEV)  ## break the code on purpose; every mutant must be killed by a 
 
 docs: $(DEV)  ## write the generated pages again
 	$(BIN)/python docs/generate.py
+
+browser:  ## install Chromium for the tests of the HTML report (Debian or Ubuntu, as root); without it they are skipped
+	@command -v chromedriver >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; }
 
 clean:  ## remove what tools and demo left behind (not .venv)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info runs/demo
