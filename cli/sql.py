@@ -220,7 +220,7 @@ def _history() -> Any:
         import readline
     except ImportError:
         return None
-    from ..replay.database import cache_folder
+    from ..replay.database_cache import cache_folder
 
     file = cache_folder() / "sql_history"
     with contextlib.suppress(OSError):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import hashlib
 import logging
 import os
 import re
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from ..journal.errors import JournalDamaged, JournalMissing, UnlostError
 from . import parts as loading
 from .columns import EVENT_TABLES, TRIES, table_columns
+from .database_cache import CACHE_FROM_EVENTS, cache_file, keep
 from .fold import EVENTS_FOLDER, open_events
 from .parts import Part, PartResult, load_part, segment_frames
 
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CACHE_FROM_EVENTS: Final = 500_000
-CACHE_FILES_MAX: Final = 4
 MEMORY_LIMIT: Final = "320MB"
 _TRACE_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _PROCESSES_MAX: Final = 8
@@ -143,7 +141,7 @@ def open_database(
     folder = Path(tempfile.mkdtemp(prefix="unlost-sql-"))
     try:
         sources, notes = find_sources(paths)
-        kept = _cache_file(sources) if cache else None
+        kept = cache_file(sources) if cache else None
         if kept is not None and kept.exists():
             connection = _connect(kept, folder, memory_limit, read_only=True)
             with contextlib.suppress(OSError):
@@ -160,7 +158,7 @@ def open_database(
             connection.execute("COMMIT")
             if kept is not None:
                 connection.close()
-                connection = _connect(_keep(made, kept), folder, memory_limit, read_only=True)
+                connection = _connect(keep(made, kept), folder, memory_limit, read_only=True)
         if not allow_external:
             _restrict(connection, writable)
     except BaseException:
@@ -459,44 +457,3 @@ def _chunk_tokens(connection: duckdb.DuckDBPyConnection, source: Source) -> int 
             if isinstance(chunk, int):
                 return 2 * chunk
     return None
-
-
-# --- cache ----------------------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """Where databases and the prompt's history are kept."""
-    base = os.environ.get("UNLOST_CACHE")
-    if base:
-        return Path(base)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unlost"
-
-
-def _cache_file(sources: Sequence[Source]) -> Path | None:
-    """Where a database of these very sources, made by this very code, lies or would lie; None if they are small."""
-    import duckdb
-
-    if sum(source.stop - source.start for source in sources) < CACHE_FROM_EVENTS:
-        return None
-    digest = hashlib.sha256(duckdb.__version__.encode())
-    for module in ("views.sql", "columns.py", "parts.py", "database.py", "events.py"):
-        digest.update(resources.files(__package__).joinpath(module).read_bytes())
-    for source in sources:
-        digest.update(f"\0{source.run}\0{os.path.realpath(source.path)}\0{source.stamp}".encode())
-    return cache_folder() / f"{digest.hexdigest()[:32]}.duckdb"
-
-
-def _keep(made: Path, kept: Path) -> Path:
-    """Move a database into the cache; where that fails it is used where it is."""
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_suffix(f".{os.getpid()}")
-        shutil.move(made, partial)
-        os.replace(partial, kept)
-        old = sorted(kept.parent.glob("*.duckdb"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in old[CACHE_FILES_MAX:]:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("%s: not cached: %s", kept, error)
-        return made if made.exists() else partial
-    return kept

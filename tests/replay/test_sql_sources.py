@@ -279,6 +279,7 @@ def test_the_cache_is_used_until_the_run_grows(simulated, tmp_path, monkeypatch)
     """The same run again: from the cache, with its notes. A run that grew, or other code: loaded anew."""
     monkeypatch.setenv("UNLOST_CACHE", str(tmp_path))
     monkeypatch.setattr(databases, "CACHE_FROM_EVENTS", 100)
+    monkeypatch.setattr("unlost.replay.database_cache.CACHE_FROM_EVENTS", 100)
     with open_database([simulated]) as database:
         first = database.query("FROM reconcile ORDER BY ALL").rows
     (kept,) = tmp_path.glob("*.duckdb")
