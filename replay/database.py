@@ -388,8 +388,9 @@ def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Sourc
     connection.execute("CREATE TABLE single_sealed AS SELECT * FROM single_sealed_read")
     connection.execute(f"CREATE MACRO life_of(r, o) AS {_life_expression(connection)}")
     sections = dict(view_sections())
-    for name in ("attempt_rows", "raw_attempts"):
-        connection.execute(sections.pop(name))
+    connection.execute(sections.pop("attempt_rows"))
+    for sql in _merged_tables():
+        connection.execute(sql)
     index = " UNION ALL ".join(
         f"SELECT run, event_offset, t, '{table.event.__name__}' AS event FROM raw.{table.name}"
         for table in EVENT_TABLES
@@ -400,6 +401,26 @@ def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Sourc
         connection.execute(sql)
     for name in _WHILE_LOADING.values():
         connection.execute(f"DROP VIEW {name}")
+
+
+def _merged_tables() -> Iterator[str]:
+    """The two event tables that the loader merged into attempts, as they were."""
+    columns = table_columns()
+    for table, source in (("attempt_dispatched", "dispatched"), ("attempt_sealed", "sealed")):
+        chosen = ", ".join(
+            f'{source}_{c.name} AS "{c.name}"' if c.name in ("event_offset", "t") else f'"{c.name}"'
+            for c in columns[table]
+        )
+        sql = (
+            f"CREATE VIEW raw.{table} AS SELECT run, {chosen} FROM attempt_rows WHERE {source}_event_offset IS NOT NULL"
+        )
+        if table == "attempt_sealed":  # seals whose dispatch is not in the journal any more
+            listed = ", ".join(f's."{c.name}"' for c in columns[table])
+            sql += (
+                f" UNION ALL SELECT s.run, {listed} FROM single_sealed s "
+                "ANTI JOIN attempt_rows r USING (run, group_id, sibling, attempt)"
+            )
+        yield sql
 
 
 def _life_expression(connection: duckdb.DuckDBPyConnection) -> str:

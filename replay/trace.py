@@ -145,7 +145,13 @@ class TraceProjection:
 
     def _on_AttemptDispatched(self, event: ev.AttemptDispatched) -> Iterator[dict[str, Any]]:  # noqa: N802
         yield self._attempt(
-            event, DISPATCHED, worker=event.worker, branch=event.branch, version=event.version, prefix=event.prefix
+            event,
+            DISPATCHED,
+            worker=event.worker,
+            branch=event.branch,
+            version=event.version,
+            prefix=event.prefix,
+            prefix_from=event.prefix_from,
         )
 
     def _on_AttemptSealed(self, event: ev.AttemptSealed) -> Iterator[dict[str, Any]]:  # noqa: N802

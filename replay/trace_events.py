@@ -128,7 +128,7 @@ class TraceEvents:
         branch, version = f.get("branch", self._versions[0]), f.get("version", self._versions[1])
         yield ev.AttemptDispatched(
             t, group, sibling, tried.attempt, int(f.get("worker", UNKNOWN)), int(branch), int(version),
-            int(f.get("prefix", 0)),
+            int(f.get("prefix", 0)), int(f.get("prefix_from", UNKNOWN)),
         )  # fmt: skip
 
     def _prompt_of_next(self, sibling: int, said: Any) -> str | None:

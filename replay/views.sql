@@ -5,12 +5,19 @@
 -- @attempt_rows: every attempt with its events, paired by the loader where it saw both
 CREATE TABLE attempt_rows AS
 WITH next_try AS (
-    SELECT run, group_id, sibling, attempt - 1 AS attempt, prefix AS next_prefix FROM tries WHERE attempt > 0
+    SELECT run, group_id, sibling, attempt - 1 AS attempt, prefix AS next_prefix, prefix_from AS next_prefix_from
+    FROM tries WHERE attempt > 0
     UNION ALL
-    SELECT run, group_id, sibling, attempt - 1, prefix FROM single_dispatched WHERE attempt > 0
+    SELECT run, group_id, sibling, attempt - 1, prefix, prefix_from FROM single_dispatched WHERE attempt > 0
+), source AS (  -- whose records a later attempt went on from, where that is written down
+    SELECT run, group_id, sibling, next_prefix_from AS attempt, max(next_prefix) AS reused
+    FROM next_try WHERE next_prefix_from >= 0 GROUP BY ALL
 ), given_up AS (  -- sealed and then lost: rare
-    SELECT a.run, a.group_id, a.sibling, a.attempt, a.event_offset, a.t, a.tokens, a.durable, a.reason, n.next_prefix
-    FROM raw.attempt_abandoned a LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
+    SELECT a.run, a.group_id, a.sibling, a.attempt, a.event_offset, a.t, a.tokens, a.durable, a.reason, n.next_prefix,
+           n.next_prefix_from, s.reused
+    FROM raw.attempt_abandoned a
+    LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
+    LEFT JOIN source s USING (run, group_id, sibling, attempt)
     WHERE a.reason IN ('payload_lost', 'prompt_group')
 ), singles AS (
     SELECT d.run, d.event_offset AS dispatched_event_offset, d.t AS dispatched_t, d.* EXCLUDE (run, event_offset, t),
@@ -18,35 +25,20 @@ WITH next_try AS (
            s.* EXCLUDE (run, event_offset, t, group_id, sibling, attempt),
            f.event_offset AS failed_offset, f.t AS failed_t, f.tokens AS failed_tokens, f.kind AS failed_kind, f.cause,
            a.event_offset AS abandoned_offset, a.t AS abandoned_t, a.tokens AS abandoned_tokens, a.durable, a.reason,
-           n.next_prefix
+           n.next_prefix, n.next_prefix_from, r.reused
     FROM single_dispatched d
     LEFT JOIN single_sealed s USING (run, group_id, sibling, attempt)
     LEFT JOIN raw.attempt_failed f USING (run, group_id, sibling, attempt)
     LEFT JOIN raw.attempt_abandoned a USING (run, group_id, sibling, attempt)
     LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
+    LEFT JOIN source r USING (run, group_id, sibling, attempt)
 ), pairs AS (
     SELECT t.*, NULL::BIGINT AS failed_offset, NULL::BIGINT AS failed_t, NULL::BIGINT AS failed_tokens,
            NULL::VARCHAR AS failed_kind, NULL::VARCHAR AS cause, g.event_offset AS abandoned_offset, g.t AS abandoned_t,
-           g.tokens AS abandoned_tokens, g.durable, g.reason, g.next_prefix
+           g.tokens AS abandoned_tokens, g.durable, g.reason, g.next_prefix, g.next_prefix_from, g.reused
     FROM tries t LEFT JOIN given_up g USING (run, group_id, sibling, attempt)
 )
 SELECT * FROM pairs UNION ALL BY NAME SELECT * FROM singles;
-
--- @raw_attempts: the two event tables that the loader merged, as they were
-CREATE VIEW raw.attempt_dispatched AS
-SELECT run, dispatched_event_offset AS event_offset, dispatched_t AS t, group_id, sibling, attempt, worker, branch,
-       version, prefix
-FROM attempt_rows;
-CREATE VIEW raw.attempt_sealed AS
-SELECT run, sealed_event_offset AS event_offset, sealed_t AS t, group_id, sibling, attempt, reward, tokens, version_min,
-       version_max, payload_journal, payload_offset, payload_checksum, truncated, prompt_tokens, payload_first_offset,
-       adopted, span_branch, span_version
-FROM attempt_rows WHERE sealed_event_offset IS NOT NULL
-UNION ALL
-SELECT s.run, s.event_offset, s.t, s.group_id, s.sibling, s.attempt, s.reward, s.tokens, s.version_min, s.version_max,
-       s.payload_journal, s.payload_offset, s.payload_checksum, s.truncated, s.prompt_tokens, s.payload_first_offset,
-       s.adopted, s.span_branch, s.span_version
-FROM single_sealed s ANTI JOIN attempt_rows r USING (run, group_id, sibling, attempt);
 
 -- @incarnations
 CREATE TABLE incarnations AS
@@ -247,6 +239,8 @@ SELECT *, ended_s - dispatched_s AS seconds FROM (
 WITH placed AS (
     SELECT j.* EXCLUDE (tokens), j.tokens AS sealed_tokens, j.dispatched_event_offset AS dispatched_offset,
            j.sealed_event_offset AS sealed_offset,
+           -- the next attempt's prefix may be an earlier attempt's: then only what both had reused goes on from here
+           CASE WHEN j.next_prefix_from IN (-1, j.attempt) THEN j.next_prefix END AS from_here,
            i.incarnation, i.next_offset, i.status AS life, i.died_min_s, i.died_max_s, i.last_event_s,
            coalesce(j.sealed_event_offset, j.failed_offset, j.abandoned_offset) AS ended_offset,
            coalesce(j.sealed_t, j.failed_t, j.abandoned_t) AS ended_t
@@ -258,13 +252,14 @@ WITH placed AS (
            -- tokens at its end as far as known, reused prefix included; what goes on in the next attempt was there
            -- (a trace does not say: -1)
            CASE WHEN coalesce(sealed_tokens, failed_tokens, abandoned_tokens) = -1 THEN NULL
-                ELSE greatest(coalesce(sealed_tokens, failed_tokens, abandoned_tokens, 0), prefix, next_prefix) END AS held
+                ELSE greatest(coalesce(sealed_tokens, failed_tokens, abandoned_tokens, 0), prefix, from_here, reused) END
+               AS held
     FROM placed
 ), held_and_kept AS (
     SELECT *,
            CASE WHEN held IS NULL THEN NULL
                 WHEN sealed_offset IS NOT NULL AND abandoned_offset IS NULL THEN held
-                WHEN next_prefix IS NOT NULL THEN next_prefix
+                WHEN next_prefix IS NOT NULL THEN greatest(coalesce(from_here, least(next_prefix, prefix)), reused)
                 WHEN coalesce(sealed_offset, failed_offset, abandoned_offset) IS NULL THEN held
                 WHEN sealed_offset IS NULL AND abandoned_offset IS NOT NULL THEN least(durable, held)
                 ELSE 0 END AS kept

@@ -322,3 +322,19 @@ def test_age_of_weights_that_two_rollbacks_went_below(tmp_path):
 
     # four tokens of version 1, six of version 5, which counts as 2
     assert row == {"step": 2, "branch": 2, "age_mean": 0.4, "age_min": 0, "age_max": 1, "weights": 2}
+
+
+def test_a_prefix_may_come_from_an_attempt_before_the_last(tmp_path):
+    """Attempt 0 left 640 tokens; 1 began anew, made 100 and was lost; 2 goes on from 0's 640: only the 100 are lost."""
+    ev = stories.ev
+    told = [stories.started(0, 1), stories.reserved(1, 0, 0, 1, 1), stories.admitted(1, 0)]
+    told += [stories.dispatched(2, 0, 0), stories.abandoned(4, 0, 0, ev.ABANDON_WORKER_LOST, 0, 640, 640)]
+    told += [stories.dispatched(5, 0, 0, 1), stories.abandoned(6, 0, 0, ev.ABANDON_WORKER_LOST, 1, 100, 64)]
+    told += [ev.AttemptDispatched(stories.us(7), 0, 0, 2, 0, 0, 0, 640, 0), stories.sealed(9, 0, 0, 2, tokens=700)]
+    with open_database([write(tmp_path, told, legal=False)]) as opened:
+        rows = opened.query("SELECT new_tokens, kept_tokens, thrown_tokens FROM attempts ORDER BY attempt").rows
+        sums = {row["what"]: row["ok"] for row in opened.query("FROM reconcile").dicts()}
+
+    assert rows == [(640, 640, 0), (100, 0, 100), (60, 700, 0)]
+    assert sums["token fates"]
+    assert sums["token losses"]
