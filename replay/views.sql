@@ -3,42 +3,48 @@
 -- Times ending in _s are seconds on the run's clock (raw.*.t: microseconds).
 
 -- @attempt_rows: every attempt with its events, paired by the loader where it saw both
+CREATE TEMP TABLE next_try AS
+SELECT run, group_id, sibling, attempt - 1 AS attempt, prefix AS next_prefix, prefix_from AS next_prefix_from
+FROM tries WHERE attempt > 0
+UNION ALL
+SELECT run, group_id, sibling, attempt - 1, prefix, prefix_from FROM single_dispatched WHERE attempt > 0;
+
+CREATE TEMP TABLE reused_from AS  -- whose records a later attempt went on from, where that is written down
+SELECT run, group_id, sibling, next_prefix_from AS attempt, max(next_prefix) AS reused
+FROM next_try WHERE next_prefix_from >= 0 GROUP BY ALL;
+
 CREATE TABLE attempt_rows AS
-WITH next_try AS (
-    SELECT run, group_id, sibling, attempt - 1 AS attempt, prefix AS next_prefix, prefix_from AS next_prefix_from
-    FROM tries WHERE attempt > 0
-    UNION ALL
-    SELECT run, group_id, sibling, attempt - 1, prefix, prefix_from FROM single_dispatched WHERE attempt > 0
-), source AS (  -- whose records a later attempt went on from, where that is written down
-    SELECT run, group_id, sibling, next_prefix_from AS attempt, max(next_prefix) AS reused
-    FROM next_try WHERE next_prefix_from >= 0 GROUP BY ALL
-), given_up AS (  -- sealed and then lost: rare
-    SELECT a.run, a.group_id, a.sibling, a.attempt, a.event_offset, a.t, a.tokens, a.durable, a.reason, n.next_prefix,
-           n.next_prefix_from, s.reused
+SELECT d.run, d.event_offset AS dispatched_event_offset, d.t AS dispatched_t, d.* EXCLUDE (run, event_offset, t),
+       s.event_offset AS sealed_event_offset, s.t AS sealed_t,
+       s.* EXCLUDE (run, event_offset, t, group_id, sibling, attempt),
+       f.event_offset AS failed_offset, f.t AS failed_t, f.tokens AS failed_tokens, f.kind AS failed_kind, f.cause,
+       a.event_offset AS abandoned_offset, a.t AS abandoned_t, a.tokens AS abandoned_tokens, a.durable, a.reason,
+       n.next_prefix, n.next_prefix_from, r.reused
+FROM single_dispatched d
+LEFT JOIN single_sealed s USING (run, group_id, sibling, attempt)
+LEFT JOIN raw.attempt_failed f USING (run, group_id, sibling, attempt)
+LEFT JOIN raw.attempt_abandoned a USING (run, group_id, sibling, attempt)
+LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
+LEFT JOIN reused_from r USING (run, group_id, sibling, attempt);
+
+INSERT INTO attempt_rows BY NAME SELECT * FROM tries;
+
+-- Sealed and then lost: rare, so it is put in afterwards and not joined with millions of rows.
+UPDATE attempt_rows SET abandoned_offset = g.event_offset, abandoned_t = g.t, abandoned_tokens = g.tokens,
+    durable = g.durable, reason = g.reason, next_prefix = g.next_prefix, next_prefix_from = g.next_prefix_from,
+    reused = g.reused
+FROM (
+    SELECT a.*, n.next_prefix, n.next_prefix_from, r.reused
     FROM raw.attempt_abandoned a
     LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
-    LEFT JOIN source s USING (run, group_id, sibling, attempt)
+    LEFT JOIN reused_from r USING (run, group_id, sibling, attempt)
     WHERE a.reason IN ('payload_lost', 'prompt_group')
-), singles AS (
-    SELECT d.run, d.event_offset AS dispatched_event_offset, d.t AS dispatched_t, d.* EXCLUDE (run, event_offset, t),
-           s.event_offset AS sealed_event_offset, s.t AS sealed_t,
-           s.* EXCLUDE (run, event_offset, t, group_id, sibling, attempt),
-           f.event_offset AS failed_offset, f.t AS failed_t, f.tokens AS failed_tokens, f.kind AS failed_kind, f.cause,
-           a.event_offset AS abandoned_offset, a.t AS abandoned_t, a.tokens AS abandoned_tokens, a.durable, a.reason,
-           n.next_prefix, n.next_prefix_from, r.reused
-    FROM single_dispatched d
-    LEFT JOIN single_sealed s USING (run, group_id, sibling, attempt)
-    LEFT JOIN raw.attempt_failed f USING (run, group_id, sibling, attempt)
-    LEFT JOIN raw.attempt_abandoned a USING (run, group_id, sibling, attempt)
-    LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
-    LEFT JOIN source r USING (run, group_id, sibling, attempt)
-), pairs AS (
-    SELECT t.*, NULL::BIGINT AS failed_offset, NULL::BIGINT AS failed_t, NULL::BIGINT AS failed_tokens,
-           NULL::VARCHAR AS failed_kind, NULL::VARCHAR AS cause, g.event_offset AS abandoned_offset, g.t AS abandoned_t,
-           g.tokens AS abandoned_tokens, g.durable, g.reason, g.next_prefix, g.next_prefix_from, g.reused
-    FROM tries t LEFT JOIN given_up g USING (run, group_id, sibling, attempt)
-)
-SELECT * FROM pairs UNION ALL BY NAME SELECT * FROM singles;
+) g
+WHERE attempt_rows.run = g.run AND attempt_rows.group_id = g.group_id AND attempt_rows.sibling = g.sibling
+    AND attempt_rows.attempt = g.attempt AND attempt_rows.sealed_event_offset IS NOT NULL;
+
+DROP TABLE next_try;
+DROP TABLE reused_from;
 
 -- @incarnations
 CREATE TABLE incarnations AS

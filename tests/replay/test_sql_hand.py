@@ -338,3 +338,24 @@ def test_a_prefix_may_come_from_an_attempt_before_the_last(tmp_path):
     assert rows == [(640, 640, 0), (100, 0, 100), (60, 700, 0)]
     assert sums["token fates"]
     assert sums["token losses"]
+
+
+def test_a_seal_whose_payload_is_lost(tmp_path):
+    """Sealed at 5, given up at 8, generated again: one seal of the two stands, its 3 s and 30 tokens are lost."""
+    ev = stories.ev
+    told = [stories.started(0, 1), stories.reserved(1, 0, 0, 1, 1), stories.admitted(1, 0)]
+    told += [stories.dispatched(2, 0, 0), stories.sealed(5, 0, 0, tokens=30), stories.committed(5, 0, 1, 30)]
+    told += [stories.abandoned(8, 0, 0, ev.ABANDON_PAYLOAD_LOST, 0, 30)]
+    with open_database([write(tmp_path / "lost", told)]) as opened:
+        assert opened.value("SELECT status FROM groups") == "unfinished"
+    told += [stories.dispatched(9, 0, 0, 1), stories.sealed(11, 0, 0, 1, tokens=40), stories.committed(11, 0, 1, 40)]
+    with open_database([write(tmp_path / "again", told)]) as opened:
+        assert opened.query("SELECT status, sealed, tokens FROM groups").rows == [("committed", 1, 40)]
+        assert opened.query(
+            "SELECT outcome, lost_reason, kept_tokens, thrown_tokens FROM attempts ORDER BY attempt"
+        ).rows == [
+            ("sealed", "payload_lost", 0, 30),
+            ("sealed", None, 40, 0),
+        ]
+        assert opened.query("SELECT class, seconds, tokens FROM losses").rows == [("sealed_not_durable", 3, 30)]
+        assert all(row["ok"] for row in opened.query("FROM reconcile").dicts())
