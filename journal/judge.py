@@ -45,7 +45,9 @@ def judge_segment(storage: Storage, found: Survey, index: int, walk: FrameWalk) 
     successor = found.chain[index + 1].preamble if index + 1 < len(found.chain) else None
     verdict = judge_walk(walk, found.watermark_of_last, successor=successor, strict=found.strict)
     unsure = successor is None and isinstance(verdict, Damaged) and verdict.end.offset >= found.watermark
-    return Clean(verdict.end) if unsure and _mended(storage, found, index, verdict.end) else verdict
+    if unsure and _another_by_now(storage, found, found.chain[index], verdict.end):
+        return Clean(verdict.end)
+    return verdict
 
 
 def judge_rest(storage: Storage, found: Survey, end: int) -> Iterator[Judged]:
@@ -57,12 +59,11 @@ def judge_rest(storage: Storage, found: Survey, end: int) -> Iterator[Judged]:
     for segment in found.headless:
         try:
             verdict = _judge_headless(storage, found, segment, end)
-            unsure = isinstance(verdict, Damaged) and end >= found.watermark
-            if unsure and look_at(storage, segment.path, segment.first_offset).preamble is not None:
-                continue  # a running writer had created it, and has written to it by now
         except FileNotFoundError:  # an opening writer has just cut it
             continue
-        yield segment, verdict
+        unsure = isinstance(verdict, Damaged) and end >= found.watermark
+        if not (unsure and _another_by_now(storage, found, segment, verdict.end)):
+            yield segment, verdict
     if not found.chain and not found.headless and found.watermark > found.floor:
         missing = SegmentFile(found.floor, os.path.join(found.directory, ""), 0, None, "missing")
         yield missing, Damaged(Position(0, found.floor, 0, 0), f"missing; durable up to event {found.watermark}")
@@ -102,13 +103,21 @@ def _judge_headless(storage: Storage, found: Survey, segment: SegmentFile, end: 
         file.close()
 
 
-def _mended(storage: Storage, found: Survey, index: int, at: Position) -> bool:
-    """Whether what looked bad is an intact frame now.
+def _another_by_now(storage: Storage, found: Survey, segment: SegmentFile, at: Position) -> bool:
+    """Whether the bad bytes in a file after which nothing is known durable are not what is there now.
 
-    Beside a running writer, bytes that were never durable may have been cut and written anew between two looks;
-    then this look simply ends before them.
+    Beside a running writer, a file seen before its first write may be whole by now, one without a durable frame may
+    have been begun anew, and bytes that were never durable may have been cut and written anew. Then this look simply
+    ends before them.
     """
-    file, again = open_walk(storage, found.chain[index], found.directory)
+    try:
+        if look_at(storage, segment.path, segment.first_offset).preamble != segment.preamble:
+            return True
+        if segment.preamble is None:
+            return False
+        file, again = open_walk(storage, segment, found.directory)
+    except FileNotFoundError:  # an opening writer has just cut it
+        return True
     try:
         again.resume(at)
         header = again.step()

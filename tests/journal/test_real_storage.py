@@ -238,6 +238,8 @@ def test_following_a_live_journal(tmp_path: Path) -> None:
     thread.start()
     for n in range(2000):
         writer.append(Note(n, "x" * (n % 50)))
+        if n % 500 == 499:
+            writer.rotate()
         if n % 100 == 0:
             time.sleep(0.003)
     writer.close()
