@@ -42,9 +42,7 @@ class EventWriter(Protocol):
 class Ledger:
     """Commands over one run's state. Not thread-safe: one event loop owns it."""
 
-    def __init__(
-        self, state: State, writer: EventWriter, clock: Clock, blocking: Blocking = asyncio.to_thread
-    ) -> None:
+    def __init__(self, state: State, writer: EventWriter, clock: Clock, blocking: Blocking = asyncio.to_thread) -> None:
         self.state = state
         self.writer = writer
         self.clock = clock
@@ -132,11 +130,19 @@ class Ledger:
         return admission_id, self.record(event)
 
     def dispatch(
-        self, group: int, sibling: int, worker: int, weights: tuple[int, int], prefix: int = 0
+        self,
+        group: int,
+        sibling: int,
+        worker: int,
+        weights: tuple[int, int],
+        prefix: int = 0,
+        prefix_from: int = -1,
     ) -> ev.AttemptKey:
-        """Start the sibling's next attempt; returns its identity."""
+        """Start the sibling's next attempt; returns its identity. ``prefix_from``: whose tokens it goes on from."""
         attempt = self.state.groups[group].siblings[sibling].attempt + 1
-        self.record(ev.AttemptDispatched(self.clock.now_us(), group, sibling, attempt, worker, *weights, prefix))
+        self.record(
+            ev.AttemptDispatched(self.clock.now_us(), group, sibling, attempt, worker, *weights, prefix, prefix_from)
+        )
         return ev.AttemptKey(self.state.incarnation, group, sibling, attempt)
 
     def is_running(self, key: ev.AttemptKey) -> bool:

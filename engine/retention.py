@@ -20,8 +20,10 @@ def payload_needs(state: State) -> tuple[dict[str, int], set[str]]:
             receipt = sibling.receipt
             if sibling.status == SEALED and receipt is not None:
                 sealed[receipt.journal] = min(sealed.get(receipt.journal, receipt.first_offset), receipt.first_offset)
-            elif sibling.worker in state.workers:
-                whole.add(state.workers[sibling.worker].journal)
+                continue
+            for worker in (sibling.worker, sibling.source_worker):
+                if worker in state.workers:
+                    whole.add(state.workers[worker].journal)
     return sealed, whole
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..replay import events as ev
 from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore
+from ..replay.plan import longest_tail
 from ..replay.state import COMPLETE, IDLE, UNFINISHED, Group
 from .config_keys import Config
 from .dropped import RunFailed, may_shrink, replacement, require_floor, spare_for, step_target
@@ -270,12 +271,12 @@ class RolloutPump:
             if group is None or self.ledger.stopping or group.siblings[index].status != IDLE:
                 return
             prompt = self._prompt(group)
-            prefix = await self._prefix(group_id, index)
+            prefix, prefix_from = await self._prefix(group_id, index)
             if group_id not in state.groups or group.status != UNFINISHED:
                 return  # discarded while its prefix was being read
-            key = self.ledger.dispatch(
-                group_id, index, worker.worker_id, self.workers.weights_of(worker), prefix.count if prefix else 0
-            )
+            tokens = prefix.count if prefix is not None else 0
+            weights = self.workers.weights_of(worker)
+            key = self.ledger.dispatch(group_id, index, worker.worker_id, weights, tokens, prefix_from)
             await self._attempt(worker, key, prompt, prefix)
         finally:
             self.workers.release(worker)
@@ -356,17 +357,17 @@ class RolloutPump:
             prompt = self._rows[group.id] = self.prompts.reread(group.prompt)
         return prompt
 
-    async def _prefix(self, group_id: int, index: int) -> Prefix | None:
-        """The sibling's longest durable prefix (protocol rules 7, 10), if it is to be reused."""
+    async def _prefix(self, group_id: int, index: int) -> tuple[Prefix | None, int]:
+        """The sibling's longest durable prefix (protocol rules 7, 10), if it is to be reused, and whose it is."""
         tail = self.prefixes.pop((group_id, index), None)
         if tail is None or self.payloads is None or self.config.async_rl.prefix != "resume":
-            return None
+            return None, -1
         try:
             ids, logprobs, spans = await self.ledger.blocking(self.payloads.load_prefix, tail)
         except PayloadDamaged as error:
             log.error("group %d sibling %d: prefix not used: %s", group_id, index, error)
-            return None
-        return Prefix(token_ids=ids, logprobs=logprobs, weight_spans=spans)
+            return None, -1
+        return Prefix(token_ids=ids, logprobs=logprobs, weight_spans=spans), tail.key.attempt
 
     async def _after_loss(self, key: ev.AttemptKey) -> None:
         """A worker died: what it had made durable is the next attempt's prefix, or already its seal."""
@@ -375,8 +376,15 @@ class RolloutPump:
             self._late_row(key)  # the worker may have put it before it died
         elif self.ledger.is_running(key):
             journal = self.state.workers[self.state.groups[key.group].siblings[key.sibling].worker].journal
-            tails = await self.ledger.blocking(self.payloads.sealed_tails, {key: journal})
+            wanted = {key: journal}
+            source = self.state.groups[key.group].source_key(key.sibling)
+            if source is not None:
+                worker = self.state.workers.get(self.state.groups[key.group].siblings[key.sibling].source_worker)
+                wanted[source] = worker.journal if worker is not None else ""
+            tails = await self.ledger.blocking(self.payloads.sealed_tails, wanted)
             tail = tails.attempts[key]
+            if tail.sealed is None and self.ledger.is_running(key):
+                tail = longest_tail(tails.attempts, self.state.groups[key.group], key.sibling)
         if tail is not None and tail.sealed is not None and self.ledger.is_running(key):
             self.ledger.seal(key, tail.sealed, adopted=True)
             if not await self._put_from_payload(key, tail.sealed):

@@ -172,7 +172,10 @@ class GroupDiscarded(Event, frozen=True, tag=7):
 
 
 class AttemptDispatched(Event, frozen=True, tag=8):
-    """A worker is told to generate. ``prefix``: tokens reused from the sibling's latest durable prefix."""
+    """A worker is told to generate. ``prefix``: tokens reused from the sibling's longest durable prefix.
+
+    ``prefix_from``: the attempt whose records hold that prefix, until this attempt's own journal holds it too.
+    """
 
     group: int
     sibling: int
@@ -181,6 +184,7 @@ class AttemptDispatched(Event, frozen=True, tag=8):
     branch: int
     version: int
     prefix: int = 0
+    prefix_from: int = -1
 
 
 class AttemptSealed(Event, frozen=True, tag=9):

@@ -69,16 +69,36 @@ class RestorePlan:
 
 
 def attempts_to_look_for(state: State) -> dict[ev.AttemptKey, str]:
-    """Attempt -> payload journal, for every sibling that is not sealed and was ever tried (protocol rules 8 to 10)."""
+    """Attempt -> payload journal, for every sibling that is not sealed and was ever tried (protocol rules 8 to 10).
+
+    Besides the latest attempt the one that it had its prefix from: a crash may come before the prefix is durable again.
+    """
     found = {}
     for group in state.groups.values():
         if group.status != UNFINISHED:
             continue
         for index, sibling in enumerate(group.siblings):
             if sibling.status != SEALED and sibling.attempt >= 0 and sibling.resumable:
-                worker = state.workers.get(sibling.worker)
-                found[group.key(index)] = worker.journal if worker is not None else ""
+                found[group.key(index)] = _journal(state, sibling.worker)
+                source = group.source_key(index)
+                if source is not None:
+                    found[source] = _journal(state, sibling.source_worker)
     return found
+
+
+def _journal(state: State, worker: int) -> str:
+    known = state.workers.get(worker)
+    return known.journal if known is not None else ""
+
+
+def longest_tail(tails: Mapping[ev.AttemptKey, AttemptTail], group: Group, index: int) -> AttemptTail | None:
+    """The sibling's longest durable prefix: its latest attempt's, or the one that this had its own from."""
+    tail = tails.get(group.key(index))
+    source = group.source_key(index)
+    older = tails.get(source) if source is not None else None
+    if older is None or (tail is not None and tail.prefix_tokens >= older.prefix_tokens):
+        return tail
+    return older
 
 
 def candidates(state: State) -> list[Checkpoint]:
@@ -147,8 +167,8 @@ def _plan_group(
             )
         elif sibling.status == DISPATCHED and tail is not None and tail.sealed is not None:
             actions.append(SiblingAction(index, "adopt"))
-        elif tail is not None and tail.prefix_tokens and resume_prefixes:
-            actions.append(SiblingAction(index, "resume", tail.prefix_tokens))
+        elif (best := longest_tail(tails, group, index)) is not None and best.prefix_tokens and resume_prefixes:
+            actions.append(SiblingAction(index, "resume", best.prefix_tokens))
         else:
             actions.append(SiblingAction(index, "run"))
     if granularity == "prompt_group" and any(a.action not in ("reuse", "adopt") for a in actions):
@@ -174,7 +194,8 @@ def _carry_into(
         sibling = group.siblings[action.sibling]
         key = group.key(action.sibling)
         tail = tails.get(key)
-        durable = tail.prefix_tokens if tail is not None else 0
+        best = longest_tail(tails, group, action.sibling)
+        durable = best.prefix_tokens if best is not None else 0
         if action.action == "adopt":
             assert tail is not None
             assert tail.sealed is not None
@@ -188,8 +209,8 @@ def _carry_into(
             reason = ev.ABANDON_WORKER_LOST if sibling.worker in killers else ev.ABANDON_RESTART
             plan.abandon.append((key, reason, durable))
         if action.action == "resume":
-            assert tail is not None
-            plan.prefixes[group.id, action.sibling] = tail
+            assert best is not None
+            plan.prefixes[group.id, action.sibling] = best
             counters["prefix_tokens_reused"] += durable
         elif action.action == "run":
             counters["tokens_lost_known"] += durable
@@ -211,5 +232,6 @@ __all__ = [
     "SiblingAction",
     "attempts_to_look_for",
     "candidates",
+    "longest_tail",
     "plan_restore",
 ]

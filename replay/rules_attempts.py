@@ -24,6 +24,8 @@ def check_attempt_dispatched(state: State, e: ev.AttemptDispatched) -> None:
 def do_attempt_dispatched(state: State, e: ev.AttemptDispatched) -> None:
     group = state.groups[e.group]
     sibling = group.siblings[e.sibling]
+    if e.prefix or sibling.source_attempt >= 0:
+        _note_source(sibling, e)
     sibling.status = DISPATCHED
     sibling.attempt = e.attempt
     sibling.incarnation = state.incarnation
@@ -39,6 +41,16 @@ def do_attempt_dispatched(state: State, e: ev.AttemptDispatched) -> None:
         state.leave(group)
         group.start_weight = state.scheduling_version(e.branch, e.version)
         state.enter(group)
+
+
+def _note_source(sibling: Sibling, e: ev.AttemptDispatched) -> None:
+    """Remember who holds the prefix: the attempt before this one, or the one that it had its own prefix from."""
+    if not e.prefix:
+        sibling.source_attempt, sibling.source_incarnation, sibling.source_worker = -1, 0, -1
+    elif e.prefix_from == sibling.attempt:
+        sibling.source_attempt = sibling.attempt
+        sibling.source_incarnation = sibling.incarnation
+        sibling.source_worker = sibling.worker
 
 
 def _attempt(state: State, e: Any, status: int) -> tuple[Group, Sibling]:

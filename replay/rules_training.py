@@ -219,7 +219,8 @@ def do_restore_completed(state: State, e: ev.RestoreCompleted) -> None:
     state.restoring = None
     state.needs_restore = False
     state.started = {}
-    needed = {s.worker for g in state.groups.values() for s in g.siblings}
+    siblings = [s for g in state.groups.values() for s in g.siblings]
+    needed = {s.worker for s in siblings} | {s.source_worker for s in siblings}
     state.workers = {w: info for w, info in state.workers.items() if info.alive or w in needed}
 
 

@@ -44,7 +44,8 @@ class Sibling(msgspec.Struct, array_like=True, gc=False):
     """Latest attempt of one sibling. ``attempt`` -1: never tried. Kept when abandoned (protocol rule 10).
 
     ``resumable``: the next attempt goes on from this one's durable tokens; not after a failure, nor where new weights
-    are the reason to start again.
+    are the reason to start again. ``source_...``: the earlier attempt whose records hold the prefix that this one was
+    started with; they are asked for as long as this one's own journal may lack it.
     """
 
     status: int = IDLE
@@ -57,6 +58,9 @@ class Sibling(msgspec.Struct, array_like=True, gc=False):
     dispatched_t: int = 0
     receipt: Receipt | None = None
     resumable: bool = True
+    source_attempt: int = -1
+    source_incarnation: int = 0
+    source_worker: int = -1
 
 
 class Group(msgspec.Struct, array_like=True):
@@ -88,6 +92,13 @@ class Group(msgspec.Struct, array_like=True):
         """Identity of the sibling's latest attempt."""
         s = self.siblings[sibling]
         return AttemptKey(s.incarnation, self.id, sibling, s.attempt)
+
+    def source_key(self, sibling: int) -> AttemptKey | None:
+        """Identity of the attempt that the latest one had its prefix from."""
+        s = self.siblings[sibling]
+        if s.source_attempt < 0:
+            return None
+        return AttemptKey(s.source_incarnation, self.id, sibling, s.source_attempt)
 
     def sealed_row_keys(self) -> list[str]:
         """Row keys of the sealed siblings, in sibling order."""

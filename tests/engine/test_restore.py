@@ -14,6 +14,7 @@ from tests.fakes import SimPlan
 from tests.simulation.world import PAYLOADS, Incarnation, World, sim_config
 from unlost.replay import events as ev
 from unlost.replay.events import AttemptKey
+from unlost.replay.fold import fold_reader
 from unlost.replay.plan import COUNTERS
 
 
@@ -195,3 +196,18 @@ def test_finished_groups_only_at_group_granularity() -> None:
     assert counters["siblings_reused"] == 0
     given_up = {(e.group, e.sibling) for e in of(place, ev.AttemptAbandoned) if e.reason == "prompt_group"}
     assert given_up == sealed
+
+
+def test_a_rollback_schedules_what_newer_weights_made_as_of_then() -> None:
+    """Rule 18: after going back to version 0 no group waits for weights of a version that is still to come."""
+    keys = {"async_rl__sampler__name": "windowed", "async_rl__sampler__max_staleness_versions": 2}
+    place = killed_world(at_s=5.2, checkpointing__save_period=10, **keys)
+    assert any(g.start_weight > 0 for g in place.fold().groups.values() if g.status in (3, 4))
+    life = go_on(place)
+    assert life.outcome is not None
+    assert life.outcome.exit_code == 0
+    (at,) = [offset for offset, e in place.events() if isinstance(e, ev.TrainerRolledBack)]
+    state = fold_reader(place.reader(), at)
+    waiting = [g for g in state.groups.values() if g.status in (2, 3, 4)]
+    assert {g.start_weight for g in waiting} == {0}
+    assert max(g.version_max for g in waiting) > 0, "what made them stays recorded"

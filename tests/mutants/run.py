@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 COPIED = ("journal", "replay", "engine", "cli", "examples", "tests", "docs", ".typing", "pyproject.toml", "Makefile")
-ASSERTIONS = ("AssertionError", "Broken", "Stuck", "DID NOT RAISE", "Failed:")
+ASSERTIONS = ("AssertionError", "assert ", "Broken", "Stuck", "DID NOT RAISE", "Failed:")
 TEST_TIMEOUT_S = 300
 
 
@@ -147,9 +147,8 @@ def run(folder: Path, only: Sequence[str] = ()) -> int:
                 patch(copy, mutant, undo=True)
             survived += bool(problem)
             seconds = time.monotonic() - began
-            print(
-                f"{'SURVIVED' if problem else 'killed  '} {seconds:5.1f} s  {mutant.name}: {mutant.title}", flush=True
-            )
+            word = "SURVIVED" if problem else "killed"
+            print(f"{word:8} {seconds:5.1f} s  {mutant.name}: {mutant.title}", flush=True)
             if problem:
                 print(f"           {problem}", flush=True)
     print(f"{len(mutants) - survived} of {len(mutants)} killed")

@@ -51,6 +51,7 @@ class Case:
     folder_s: float = 0.0
     worker_start_s: float = 0.1
     lose_replies: tuple[int, ...] = ()
+    restores: tuple[str, ...] = ()  # how each life is started; latest beyond
     failing: float = 0.0
     dying: float = 0.0
     bad_rewards: float = 0.0

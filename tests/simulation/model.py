@@ -35,6 +35,7 @@ class Sibling:
     incarnation: int = 0
     worker: int = -1
     ended_by: str = ""
+    chain: list[tuple[int, int, int]] = field(default_factory=list)  # attempts that went on from each other
     receipt: ev.Receipt | None = None
 
     def row(self, group: int, index: int) -> str:
@@ -303,6 +304,8 @@ class Model:
             )
         sibling.status, sibling.attempt, sibling.worker = OPEN, e.attempt, e.worker
         sibling.incarnation, sibling.ended_by = self.incarnation, ""
+        before = sibling.chain if e.prefix else []
+        sibling.chain = [*before, (self.incarnation, e.attempt, e.worker)]
 
     def on_attempt_sealed(self, e: ev.AttemptSealed) -> None:
         sibling = self._sibling(e, OPEN)

@@ -146,6 +146,7 @@ def run_case(case: Case) -> Report:
         world.config = config_of(case, report.lives)
         watch.crash = crash = crashes.pop(0) if crashes else Crash()
         life = world.live(
+            restore=case.restores[report.lives] if report.lives < len(case.restores) else "latest",
             kill_at_s=crash.time_s if crash.time_s < 1e6 else None,
             stop_at_s=crash.stop_s if crash.stop_s < 1e6 else None,
             limit_s=VIRTUAL_LIMIT_S,

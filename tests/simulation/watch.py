@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.fakes import SimDataPlane, SimTrainer, SimWorker
 from tests.sim_storage import SimCrash
-from tests.simulation.model import LIVE, SEALED, Broken, Model, Settings, Tail, need
+from tests.simulation.model import LIVE, SEALED, Broken, Model, Settings, Sibling, Tail, need
 from tests.simulation.parts import WatchedFolders, WatchedPlane, WatchedTrainer, WatchedWriter
 from tests.simulation.raw import read_events, read_payloads
 from tests.simulation.world import EVENTS, PAYLOADS, Hooks, Incarnation, RunClock, SimFolders, World
@@ -164,6 +164,9 @@ class Watch(Hooks):
         for (group_id, index), sibling in model.wanted_attempts().items():
             key = ev.AttemptKey(sibling.incarnation, group_id, index, sibling.attempt)
             model.tails[group_id, index] = tail = tail_of(of(model.workers.get(sibling.worker, "")), key)
+            for incarnation, attempt, worker in sibling.chain:
+                older = ev.AttemptKey(incarnation, group_id, index, attempt)
+                tail.tokens = max(tail.tokens, tail_of(of(model.workers.get(worker, "")), older).tokens)
             made = self.produced.get(key, 0)
             if not self.slow and not tail.sealed and model.workers.get(sibling.worker) not in self.lost_journals:
                 lost = made - tail.tokens
@@ -250,9 +253,23 @@ class Watch(Hooks):
             if group.fate not in LIVE and not (group.fate == "trained" and group.trained_in >= model.floor):
                 continue
             for index, sibling in enumerate(group.siblings):
-                mine = sibling.receipt.journal if sibling.receipt else model.workers.get(sibling.worker)
-                if mine == journal and (sibling.status == SEALED or (group.id, index) in wanted):
-                    needed.add(ev.AttemptKey(sibling.incarnation, group.id, index, sibling.attempt))
+                key = ev.AttemptKey(sibling.incarnation, group.id, index, sibling.attempt)
+                if sibling.receipt is not None and sibling.receipt.journal == journal:
+                    needed.add(key)
+                elif (group.id, index) in wanted:
+                    needed |= self._needed_prefix(group.id, index, sibling, journal)
+        return needed
+
+    def _needed_prefix(self, group: int, index: int, sibling: Sibling, journal: str) -> set[ev.AttemptKey]:
+        """Of the attempts that went on from each other: the latest, and one before it that holds more than it does."""
+        storage, workers = self.world.storage, self.durable.workers
+        latest, needed = 0, set()
+        for incarnation, attempt, worker in reversed(sibling.chain):
+            key = ev.AttemptKey(incarnation, group, index, attempt)
+            tokens = tail_of(read_payloads(storage, f"{PAYLOADS}/{workers[worker]}"), key).tokens
+            if workers[worker] == journal and (attempt == sibling.attempt or tokens > latest):
+                needed.add(key)
+            latest = max(latest, tokens)
         return needed
 
     # --- effects -----------------------------------------------------------------------------------------------------
@@ -308,9 +325,11 @@ class Watch(Hooks):
         group = self.live.groups[event.group]
         if group.fate == "unfinished" and not self.live.restoring:
             sibling = group.siblings[event.sibling]
-            key = ev.AttemptKey(sibling.incarnation, group.id, event.sibling, sibling.attempt)
-            records = read_payloads(self.world.storage, f"{PAYLOADS}/{self.live.workers[sibling.worker]}")
-            tail = self.live.tails[group.id, event.sibling] = tail_of(records, key)
+            tail = self.live.tails[group.id, event.sibling] = Tail(0, sealed=False)
+            for incarnation, attempt, worker in sibling.chain:
+                records = read_payloads(self.world.storage, f"{PAYLOADS}/{self.live.workers[worker]}")
+                found = tail_of(records, ev.AttemptKey(incarnation, group.id, event.sibling, attempt))
+                tail.tokens, tail.sealed = max(tail.tokens, found.tokens), found.sealed
             tail.lost_worker = True
 
     def _step_applied(self, life: Incarnation, event: ev.StepApplied) -> None:

@@ -1,0 +1,112 @@
+"""Runs that reach one place each, where one rule of the protocol keeps a promise; the mutants are killed here.
+
+Most are seeds that were found to reach it; some are arranged by hand. A seed that no longer does shows as a mutant
+that survives (``make mutants``).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.fakes import SimPlan
+from tests.simulation.draw import Case, draw
+from tests.simulation.run import run_case, run_seed
+from tests.simulation.watch import Crash
+from unlost.replay.events import AttemptKey
+
+
+@pytest.fixture(autouse=True)
+def no_hanging() -> Iterator[None]:
+    def too_long(*_: object) -> None:
+        raise AssertionError("more than 60 s: something loops without waiting")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def plain(*crashes: Crash, **keys: Any) -> Case:
+    """A quiet run of in_order with these crashes."""
+    case = draw(2)
+    case.keys = {
+        "grpo__num_prompts_per_step": 2,
+        "grpo__num_generations_per_prompt": 2,
+        "grpo__max_steps": 6,
+        "async_rl__sampler__name": "in_order",
+        "async_rl__sampler__max_lookahead_versions": 1,
+        "async_rl__max_buffered_rollouts": 4,
+        "async_rl__min_groups_for_streaming_train": None,
+        "checkpointing__save_period": 2,
+        "journal__progress_interval_tokens": 4,
+    } | keys
+    case.rows, case.crashes, case.faults, case.lives = 1000, list(crashes), [], [{"workers__count": 2}]
+    case.failing = case.dying = case.bad_rewards = case.flat_rewards = case.folder_s = 0.0
+    case.lose_disk, case.lose_plane_s, case.lose_replies, case.worker_start_s = False, (), (), 0.1
+    case.plane, case.trainer = {"put_seconds": 0.004, "save_seconds": 0.1}, {"step_seconds": 0.5, "save_seconds": 0.05}
+    case.lengths = (25, 0.9)
+    return case
+
+
+def page_cache() -> None:
+    """Die between a payload's write and its sync; restore from the page cache; then lose the power."""
+    for number in range(2, 30, 3):
+        first = Crash("op", "sync payloads", number)
+        run_case(plain(first, Crash("durable", "RestoreCompleted", power="drop"), journal__flush_interval_ms=20.0))
+
+
+def lost_disk_and_a_full_buffer() -> None:
+    """Step 0 has to be done again while later groups fill the buffer."""
+    for moment in (2.2, 3.2, 4.2):
+        keys = {"grpo__num_generations_per_prompt": 1, "async_rl__max_buffered_rollouts": 2}
+        keys |= {"async_rl__sampler__max_lookahead_versions": 0, "checkpointing__save_data_plane": False}
+        case = plain(Crash(time_s=moment), **keys, checkpointing__save_period=10)
+        case.lose_disk = True
+        run_case(case)
+
+
+def spare_in_a_hurry() -> None:
+    """A prompt is given up in the instant in which the spares are being reserved."""
+    keys = {"rollout_failure__on_dropped_prompt": "replace", "rollout_failure__max_infra_attempts_per_prompt": 1}
+    case = plain(Crash(time_s=3.0), **keys, journal__flush_interval_ms=400.0)
+
+    def script(key: AttemptKey, seed: int) -> SimPlan:
+        return SimPlan(20, 0.01, 4, fail_after=1 if key.group == 0 else -1)
+
+    case.plan = script  # type: ignore[method-assign]
+    run_case(case)
+
+
+def back_by_hand() -> None:
+    """Restored to step 2 on purpose, trained on to 4 again, crashed: the first branch's step 4 is no candidate."""
+    again = Crash("durable", "StepApplied", 2)
+    case = plain(Crash(time_s=5.5), again, checkpointing__save_period=1, checkpointing__keep_latest_k=9)
+    case.restores = ("latest", "2")
+    assert run_case(case).events["TrainerRolledBack"] >= 2
+
+
+PLACES: dict[str, Callable[[], object] | tuple[int, ...]] = {
+    "rule02_tails_adopted_unsynced": page_cache,
+    "rule03_spare_not_durable": spare_in_a_hurry,
+    "rule13_abandoned_branch": back_by_hand,
+    "rule21_needed_group_waits": lost_disk_and_a_full_buffer,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_place(place: str) -> None:
+    """Whatever ends the process there, every promise holds afterwards."""
+    where = PLACES[place]
+    if callable(where):
+        where()
+    else:
+        for seed in where:
+            run_seed(seed)
