@@ -25,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+FOLDERS = [HERE, ROOT / "tests" / "journal" / "mutants"]
 COPIED = ("journal", "replay", "engine", "cli", "examples", "tests", "docs", ".typing", "pyproject.toml", "Makefile")
 ASSERTIONS = ("AssertionError", "assert ", "Broken", "Stuck", "DID NOT RAISE", "Failed:")
 TEST_TIMEOUT_S = 300
@@ -129,7 +130,8 @@ def run(folder: Path, only: Sequence[str] = ()) -> int:
     if only:
         mutants = [m for m in mutants if any(part in m.name for part in only)]
     if not mutants:
-        raise MutantError(f"{folder}: no mutants match")
+        print(f"{folder}: no mutants match")
+        return 0
     survived = 0
     with copy_of_the_code() as copy:
         check_that_the_copy_is_imported(copy)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.run import HERE, Mutant, MutantError, copy_of_the_code, load, patch, verdict
+from tests.mutants.run import FOLDERS, Mutant, MutantError, copy_of_the_code, load, patch, verdict
 
 MUTANT = Mutant(Path("m.diff"), "t", "tests/a.py::test_b[c]")
-ALL = sorted(HERE.rglob("*.diff"))
+ALL = sorted(path for folder in FOLDERS for path in folder.rglob("*.diff"))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,8 @@ def test_every_mutant_applies_to_the_code_and_comes_off_again() -> None:
     """A diff that the code has moved away from is an error, not a survivor."""
     assert len(ALL) >= 40
     with copy_of_the_code() as copy:
-        before = {p: p.read_bytes() for name in ("journal", "replay", "engine") for p in (copy / name).rglob("*.py")}
+        layers = ("journal", "replay", "engine", "cli")
+        before = {p: p.read_bytes() for name in layers for p in (copy / name).rglob("*") if p.is_file()}
         for path in ALL:
             mutant = load(path)
             patch(copy, mutant)
