@@ -14,7 +14,6 @@ import typing
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -167,22 +166,7 @@ _TRACE_COLUMNS: Final = (
     Column("understood", INT64),
     Column("fields", TEXT),
 )
-TRIES: Final = "tries"
-_DISPATCHED: Final = next(table for table in EVENT_TABLES if table.event is ev.AttemptDispatched)
 _SEALED: Final = next(table for table in EVENT_TABLES if table.event is ev.AttemptSealed)
-_IDENTITY: Final = ("group_id", "sibling", "attempt")
-"""Of an attempt, in both events: fields 2, 3 and 4 of the encoded array."""
-_TRY_COLUMNS: Final = (
-    *(
-        Column(f"dispatched_{c.name}" if c.name in ("event_offset", "t") else c.name, c.type)
-        for c in _DISPATCHED.columns
-    ),
-    *(
-        Column(f"sealed_{c.name}" if c.name in ("event_offset", "t") else c.name, c.type)
-        for c in _SEALED.columns
-        if c.name not in _IDENTITY
-    ),
-)
 
 
 def table_columns() -> dict[str, tuple[Column, ...]]:
@@ -193,7 +177,6 @@ def table_columns() -> dict[str, tuple[Column, ...]]:
         for child in table.children:
             found[child.table] = (OFFSET, POSITION, *child.columns)
     found[FRAMES] = _FRAME_COLUMNS
-    found[TRIES] = _TRY_COLUMNS
     found[TRACE_LINES] = _TRACE_COLUMNS
     return found
 
@@ -236,18 +219,12 @@ class TableFiles:
 
 
 class EventColumns:
-    """Sorts events by type and turns them into columns.
-
-    An attempt whose dispatch and seal are both seen becomes one row of the table ``tries``; only what stays single goes
-    to ``attempt_dispatched`` and ``attempt_sealed``. Pairing them here costs two dictionary operations; joining
-    millions of them in SQL took longer than all the rest.
-    """
+    """Sorts events by type and turns them into columns."""
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
         self._rows: defaultdict[int, list[list[Any]]] = defaultdict(list)
         self._held = 0
-        self._open: dict[tuple[int, int, int], list[Any]] = {}
         self.unknown: dict[int, int] = {}
 
     def add(self, first_offset: int, rows: Sequence[list[Any]]) -> None:
@@ -269,26 +246,16 @@ class EventColumns:
 
     def flush(self) -> None:
         """Turn what was added into columns."""
-        for tag, rows in sorted(self._rows.items()):  # dispatches (8) before seals (9)
+        for tag, rows in self._rows.items():
             table = _BY_TAG.get(tag)
             if table is None:
                 self.unknown[tag] = self.unknown.get(tag, 0) + len(rows)
-            elif table is _DISPATCHED:
-                self._open.update(zip(_identities(rows), rows, strict=True))
             elif table is _SEALED:
-                self._flush_sealed(rows)
+                self._files.add(table.name, self._sealed_columns(rows))
             else:
                 self._flush_type(table, rows)
         self._rows.clear()
         self._held = 0
-
-    def close(self) -> None:
-        """Flush, and write the dispatches that no seal was seen for."""
-        self.flush()
-        rows = list(self._open.values())
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            self._flush_type(_DISPATCHED, rows[start : start + ROWS_AT_ONCE])
-        self._open.clear()
 
     def _flush_type(self, table: EventTable, rows: list[list[Any]]) -> None:
         columns = _transpose(rows, _DEFAULTS[table.tag])
@@ -299,18 +266,6 @@ class EventColumns:
         self._files.add(table.name, out)
         for child in table.children:
             self._flush_child(child, columns[child.at], columns[0])
-
-    def _flush_sealed(self, rows: list[list[Any]]) -> None:
-        dispatches: list[Any] = list(map(self._open.pop, _identities(rows), repeat(None)))
-        if None in dispatches:
-            single = [row for row, other in zip(rows, dispatches, strict=True) if other is None]
-            self._files.add(_SEALED.name, self._sealed_columns(single))
-            rows = [row for row, other in zip(rows, dispatches, strict=True) if other is not None]
-            dispatches = [other for other in dispatches if other is not None]
-        if rows:
-            sealed = self._sealed_columns(rows)
-            dispatched = _transpose(dispatches, _DEFAULTS[_DISPATCHED.tag])
-            self._files.add(TRIES, [*dispatched, *(sealed[i] for i in _SEALED_IN_TRY)])
 
     def _sealed_columns(self, rows: list[list[Any]]) -> list[Sequence[Any]]:
         columns = _transpose(rows, _DEFAULTS[_SEALED.tag])
@@ -348,13 +303,7 @@ class EventColumns:
         self._files.add(child.table, out)
 
 
-def _identities(rows: list[list[Any]]) -> Iterator[tuple[int, int, int]]:
-    return map(_IDENTITY_OF, rows)
-
-
-_IDENTITY_OF: Final = itemgetter(2, 3, 4)
 _MIXED: Final = (0, -1, -1)
-_SEALED_IN_TRY: Final = [i for i, column in enumerate(_SEALED.columns) if column.name not in _IDENTITY]
 
 
 def _transpose(rows: Sequence[list[Any]], defaults: Sequence[Any]) -> list[Sequence[Any]]:

@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from ..journal.errors import JournalDamaged, JournalMissing, UnlostError
 from . import parts as loading
-from .columns import EVENT_TABLES, TRIES, table_columns
+from .columns import EVENT_TABLES, table_columns
 from .database_cache import CACHE_FROM_EVENTS, cache_file, keep
 from .fold import EVENTS_FOLDER, open_events
+from .pairing import MERGED, merged_views, pair_attempts
 from .parts import Part, PartResult, load_part, segment_frames
 
 if TYPE_CHECKING:
@@ -353,29 +354,28 @@ def _run_parts(
 
 
 def _create_raw(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source], folder: Path) -> None:
-    """The raw tables from the Parquet files, and views over those that are only wanted while loading."""
+    """The raw tables from the Parquet files; a table without a file is there, and empty."""
     connection.execute("CREATE SCHEMA raw")
-    # A small integer that reads as text: every join and group has it among its keys.
+    # A small integer that reads as text.
     connection.execute(f"CREATE TYPE run_name AS ENUM ({', '.join(_quoted(source.run) for source in sources)})")
-    files: dict[str, dict[int, list[str]]] = {}
+    files: dict[str, dict[str, str]] = {}
+    runs: dict[str, str] = {}
     for file in sorted(folder.iterdir()):
         table, part, _ = file.name.split(".")
-        files.setdefault(table, {}).setdefault(int(part.split("-")[0]), []).append(str(file))
+        files.setdefault(table, {})[part] = str(file)
+        runs[part] = f"{_quoted(sources[int(part.split('-')[0])].run)}::run_name"
     for table, columns in table_columns().items():
+        if table in MERGED:
+            continue
         typed = ", ".join(f'NULL::{column.type} AS "{column.name}"' for column in columns)
-        parts = [f"SELECT NULL::run_name AS run, {typed} WHERE false"]
-        for number, paths in files.get(table, {}).items():
-            listed = ", ".join(map(_quoted, paths))
-            parts.append(f"SELECT {_quoted(sources[number].run)}::run_name, * FROM read_parquet([{listed}])")
-        kind, name = ("TEMP VIEW", _WHILE_LOADING[table]) if table in _WHILE_LOADING else ("TABLE", f"raw.{table}")
-        connection.execute(f"CREATE {kind} {name} AS {' UNION ALL '.join(parts)}")
-
-
-_WHILE_LOADING: Final = {
-    TRIES: "tries",
-    "attempt_dispatched": "single_dispatched",
-    "attempt_sealed": "single_sealed_read",
-}
+        selects = [f"SELECT NULL::run_name AS run, {typed} WHERE false"]
+        by_run: dict[str, list[str]] = {}
+        for part, path in files.get(table, {}).items():
+            by_run.setdefault(runs[part], []).append(path)
+        for run, paths in by_run.items():
+            selects.append(f"SELECT {run}, * FROM read_parquet([{', '.join(map(_quoted, paths))}])")
+        connection.execute(f"CREATE TABLE raw.{table} AS {' UNION ALL '.join(selects)}")
+    pair_attempts(connection, runs, files)
 
 
 def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
@@ -384,12 +384,10 @@ def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Sourc
     for source in sources:
         connection.execute("INSERT INTO sources VALUES (?, ?, ?)", [source.run, source.path, source.kind])
         connection.execute("INSERT INTO chunks VALUES (?, ?)", [source.run, _chunk_tokens(connection, source)])
-    # Read by a view that stays, so it must be a table; it holds what the loader could not pair: little.
-    connection.execute("CREATE TABLE single_sealed AS SELECT * FROM single_sealed_read")
     connection.execute(f"CREATE MACRO life_of(r, o) AS {_life_expression(connection)}")
     sections = dict(view_sections())
     connection.execute(sections.pop("attempt_rows"))
-    for sql in _merged_tables():
+    for sql in merged_views():
         connection.execute(sql)
     index = " UNION ALL ".join(
         f"SELECT run, event_offset, t, '{table.event.__name__}' AS event FROM raw.{table.name}"
@@ -399,28 +397,7 @@ def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Sourc
     connection.execute(f"CREATE VIEW events AS {_events_sql()}")
     for sql in sections.values():
         connection.execute(sql)
-    for name in _WHILE_LOADING.values():
-        connection.execute(f"DROP VIEW {name}")
-
-
-def _merged_tables() -> Iterator[str]:
-    """The two event tables that the loader merged into attempts, as they were."""
-    columns = table_columns()
-    for table, source in (("attempt_dispatched", "dispatched"), ("attempt_sealed", "sealed")):
-        chosen = ", ".join(
-            f'{source}_{c.name} AS "{c.name}"' if c.name in ("event_offset", "t") else f'"{c.name}"'
-            for c in columns[table]
-        )
-        sql = (
-            f"CREATE VIEW raw.{table} AS SELECT run, {chosen} FROM attempt_rows WHERE {source}_event_offset IS NOT NULL"
-        )
-        if table == "attempt_sealed":  # seals whose dispatch is not in the journal any more
-            listed = ", ".join(f's."{c.name}"' for c in columns[table])
-            sql += (
-                f" UNION ALL SELECT s.run, {listed} FROM single_sealed s "
-                "ANTI JOIN attempt_rows r USING (run, group_id, sibling, attempt)"
-            )
-        yield sql
+    connection.execute("DROP TABLE single_dispatched")
 
 
 def _life_expression(connection: duckdb.DuckDBPyConnection) -> str:

@@ -61,7 +61,7 @@ def load_part(part: Part, storage: Storage | None = None) -> PartResult:
                 end = _add_view(part, view, files, columns, decode)
         except JournalDamaged as error:
             problem = str(error)
-        columns.close()
+        columns.flush()
         files.close()
     except (msgspec.MsgspecError, struct.error, TypeError, AttributeError, IndexError) as error:
         raise ColumnsError(

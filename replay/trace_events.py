@@ -347,7 +347,7 @@ def load_trace(path: str, folder: Path, part: str) -> list[str]:
         files.add(TRACE_LINES, list(zip(*held, strict=True)))
     for incarnation, t in made.last_t.items():  # the last line counts, whether it was understood or not
         files.add(FRAMES, [[0], [0], [incarnation], [t * 1000], [t], [t], [0], ["trace"]])
-    columns.close()
+    columns.flush()
     files.close()
     return file.notes + made.notes
 

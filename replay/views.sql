@@ -2,10 +2,10 @@
 -- come from tables.py. Sections are separated by lines "-- @name: title"; tables are built once at loading, in this order.
 -- Times ending in _s are seconds on the run's clock (raw.*.t: microseconds).
 
--- @attempt_rows: every attempt with its events, paired by the loader where it saw both
+-- @attempt_rows: the loader has put in what it could pair; here come the others
 CREATE TEMP TABLE next_try AS
 SELECT run, group_id, sibling, attempt - 1 AS attempt, prefix AS next_prefix, prefix_from AS next_prefix_from
-FROM tries WHERE attempt > 0
+FROM attempt_rows WHERE attempt > 0
 UNION ALL
 SELECT run, group_id, sibling, attempt - 1, prefix, prefix_from FROM single_dispatched WHERE attempt > 0;
 
@@ -13,7 +13,7 @@ CREATE TEMP TABLE reused_from AS  -- whose records a later attempt went on from,
 SELECT run, group_id, sibling, next_prefix_from AS attempt, max(next_prefix) AS reused
 FROM next_try WHERE next_prefix_from >= 0 GROUP BY ALL;
 
-CREATE TABLE attempt_rows AS
+INSERT INTO attempt_rows BY NAME
 SELECT d.run, d.event_offset AS dispatched_event_offset, d.t AS dispatched_t, d.* EXCLUDE (run, event_offset, t),
        s.event_offset AS sealed_event_offset, s.t AS sealed_t,
        s.* EXCLUDE (run, event_offset, t, group_id, sibling, attempt),
@@ -26,8 +26,6 @@ LEFT JOIN raw.attempt_failed f USING (run, group_id, sibling, attempt)
 LEFT JOIN raw.attempt_abandoned a USING (run, group_id, sibling, attempt)
 LEFT JOIN next_try n USING (run, group_id, sibling, attempt)
 LEFT JOIN reused_from r USING (run, group_id, sibling, attempt);
-
-INSERT INTO attempt_rows BY NAME SELECT * FROM tries;
 
 -- Sealed and then lost: rare, so it is put in afterwards and not joined with millions of rows.
 UPDATE attempt_rows SET abandoned_offset = g.event_offset, abandoned_t = g.t, abandoned_tokens = g.tokens,
