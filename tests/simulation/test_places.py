@@ -93,11 +93,53 @@ def back_by_hand() -> None:
     assert run_case(case).events["TrainerRolledBack"] >= 2
 
 
+def slow_clears() -> None:
+    """Rows of a trained step are being cleared when a snapshot is due, and are wanted again after a rollback."""
+    for count in range(2, 9):
+        keys = {"rollout_checkpointing__interval_s": 0.3, "checkpointing__save_period": 10}
+        case = plain(Crash("append", "CheckpointCommitted", count), **keys)
+        case.plane = {"put_seconds": 0.004, "save_seconds": 0.1, "get_seconds": 0.25}
+        run_case(case)
+
+
+def prefix_of_a_prefix() -> None:
+    """Crashed right after resumed attempts were dispatched, before their own journals hold the prefix."""
+    for count in range(1, 8):
+        second = Crash("durable", "AttemptDispatched", count, after_restore=True, power="drop")
+        run_case(plain(Crash(time_s=1.1 + 0.2 * count), second, journal__flush_interval_ms=20.0))
+
+
 PLACES: dict[str, Callable[[], object] | tuple[int, ...]] = {
     "rule02_tails_adopted_unsynced": page_cache,
     "rule03_spare_not_durable": spare_in_a_hurry,
     "rule13_abandoned_branch": back_by_hand,
+    "rule10_source_of_the_prefix_forgotten": prefix_of_a_prefix,
+    "rule22_clear_under_way": slow_clears,
     "rule21_needed_group_waits": lost_disk_and_a_full_buffer,
+    "rule01_run_started_not_durable": (0,),
+    "rule03_reservation_not_durable": (0,),
+    "rule04_position_of_this_fetch": (0,),
+    "rule05_seal_before_payload": (0,),
+    "rule07_prefix_not_journaled_again": (14,),
+    "rule08_tokens_of_another_attempt": (22,),
+    "rule09_only_the_end_of_the_tail": (5,),
+    "rule10_prefix_of_open_attempts_only": (56,),
+    "rule11_captured_too_late": (36,),
+    "rule12_published_before_its_cut": (21,),
+    "rule14_floor_at_the_newest": (0,),
+    "rule14_payloads_of_trained_groups": (4,),
+    "rule16_open_claim_kept": (6,),
+    "rule17_retried_blindly": (8,),
+    "rule19_spare_left_in_hand": (5,),
+    "rule20_shortfall_forgotten": (30,),
+    "rule22_cleared_during_a_save": (0,),
+    "rule22_uncovered_rows": (1,),
+    "rule23_counted_before_adoption": (11,),
+    "slip_abandoned_twice": (12,),
+    "slip_ahead_of_admission": (35,),
+    "slip_batch_admitted_twice": (3,),
+    "slip_claimed_groups_lost": (3,),
+    "slip_claims_one_short": (0,),
 }
 
 
