@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -276,10 +275,7 @@ def test_reading_never_writes(capsys, run_folder):
 def test_a_closed_pipe_ends_quietly(run_folder):
     """``unlost events RUN | head -1`` prints no traceback."""
     shell = f"{sys.executable} -m unlost.cli events {run_folder} | head -1"
-    started = time.monotonic()
-
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120, check=True)
 
     assert done.stderr == ""
     assert done.stdout.count("\n") == 1
-    assert time.monotonic() - started < 20

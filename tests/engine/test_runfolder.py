@@ -49,7 +49,7 @@ def test_a_holder_that_is_about_to_die_is_waited_for(tmp_path: Path) -> None:
     closing.start()
     began = time.monotonic()
     check_free(config(tmp_path), wait_s=10.0)
-    assert 0.3 < time.monotonic() - began < 5
+    assert 0.3 < time.monotonic() - began < 10
     closing.join()
 
 
