@@ -193,7 +193,7 @@ def test_events_follow_shows_what_a_running_writer_appends(tmp_path):
         assert json.loads(process.stdout.readline())["event"] == "WorkerStarted"
         process.send_signal(signal.SIGINT)
         process.stdout.close()
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
 
 
 # --- verify --------------------------------------------------------------------------------------------------------
