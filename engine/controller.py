@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from ..journal.errors import JournalError, UnlostError
 from ..replay import events as ev
 from ..replay.payloads import AttemptTail, PayloadStore
@@ -101,6 +103,7 @@ class SingleController:
         self._wake = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._spawned: set[asyncio.Task[Any]] = set()
+        self._last = Progress()
         self._last_tokens: tuple[int, int] = (0, 0)
         self._tokens_per_s = 0.0
         self.data_plane = HealingDataPlane(parts.data_plane, self.ledger, parts.payloads)
@@ -346,6 +349,7 @@ class SingleController:
     # --- telemetry ---------------------------------------------------------------------------------------------------
 
     async def _telemetry(self) -> None:
+        logged = 0
         while True:
             await self.parts.clock.sleep(TELEMETRY_S)
             stats = await self.workers.stats()
@@ -358,6 +362,10 @@ class SingleController:
                 raise JournalError("the event journal failed; see the log")
             self._rate(sum(tokens for _, tokens in self.workers.generated()))
             self._say(self._phase)
+            interval, now = self.config.rollout_checkpointing.telemetry_interval_s, self.parts.clock.now_us()
+            if interval is not None and now - logged >= interval * 1e6:
+                logged = now
+                log.info("telemetry %s %s", msgspec.json.encode(self._last).decode(), metrics)
 
     def _rate(self, tokens: int) -> None:
         now = self.parts.clock.now_us()
@@ -369,23 +377,22 @@ class SingleController:
     def _say(self, phase: str, message: str = "") -> None:
         self._phase = phase
         state, rollout, train = self.state, self._rollout, self._train
-        self._on_progress(
-            Progress(
-                step=state.trainer_version,
-                max_steps=self.config.grpo.max_steps,
-                trainer_version=state.trainer_version,
-                reward_mean=train.last.reward_mean if train is not None and train.last is not None else None,
-                in_flight=rollout.in_flight if rollout is not None else 0,
-                buffered=len(state.committed) + len(state.complete),
-                unfinished=len(state.unfinished),
-                tokens_per_s=self._tokens_per_s,
-                generated_tokens=self._last_tokens[0],
-                durable_lag_s=self.parts.writer.metrics().durable_lag_seconds,
-                phase=phase,
-                incarnation=state.incarnation,
-                message=message,
-            )
+        self._last = Progress(
+            step=state.trainer_version,
+            max_steps=self.config.grpo.max_steps,
+            trainer_version=state.trainer_version,
+            reward_mean=train.last.reward_mean if train is not None and train.last is not None else None,
+            in_flight=rollout.in_flight if rollout is not None else 0,
+            buffered=len(state.committed) + len(state.complete),
+            unfinished=len(state.unfinished),
+            tokens_per_s=self._tokens_per_s,
+            generated_tokens=self._last_tokens[0],
+            durable_lag_s=self.parts.writer.metrics().durable_lag_seconds,
+            phase=phase,
+            incarnation=state.incarnation,
+            message=message,
         )
+        self._on_progress(self._last)
 
     # --- end ---------------------------------------------------------------------------------------------------------
 
