@@ -76,7 +76,10 @@ def run(quick: bool) -> Result:
     found = {c: Runs() for c in CANDIDATES if c.installed}
     for _ in range(repeats):
         for candidate, runs in found.items():
+            began = perf_counter()
             measure(candidate, records, runs, events)
+            if (took := perf_counter() - began) > 15 * SECONDS_MAX:
+                print(f"   {candidate.name}: {took:.0f} s, most of it after the last append", flush=True)
     ours, theirs, none = found[UNLOST], found[QUEUE_THREAD], found[NOTHING]
     ratio = median(b / a for a, b in zip(ours.wall_us, theirs.wall_us, strict=True))
     bare = median(a - n for a, n in zip(ours.caller_us, none.caller_us, strict=True))
