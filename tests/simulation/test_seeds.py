@@ -47,7 +47,7 @@ def test_fixed_seeds_keep_every_promise(first: int) -> None:
     total: Counter[str] = Counter()
     for seed in range(first, first + 10):
         total += run(seed)
-    assert total["crashes"] >= 8
+    assert total["crashes"] >= 5
 
 
 @pytest.mark.slow
