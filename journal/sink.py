@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .clock import Clock
-from .errors import JournalFenced
+from .errors import JournalFenced, JournalUnsupported
 from .format import (
     COMPAT_IMAGE,
     NO_PREDECESSOR,
@@ -204,6 +204,8 @@ class SegmentSink:
         file = self._storage.open(path)
         try:
             preamble = read_preamble(file, path)
+        except JournalUnsupported as error:
+            raise JournalFenced(f"{error} It is in the way of incarnation {self._incarnation}, which stops") from error
         finally:
             file.close()
         if not isinstance(preamble, str) and preamble.incarnation >= self._incarnation:

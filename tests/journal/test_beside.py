@@ -217,3 +217,17 @@ def test_what_a_second_look_finds_whole_is_no_damage() -> None:
         look(alone, due)
     calls = (1 << 30) - alone.left
     assert look(Reading([(late, due), (files, due)], 0, calls, 1), due) == "read"
+
+
+def test_a_tail_that_is_no_more_is_no_longer_told() -> None:
+    """``tail`` is what the newest look at the end has found."""
+    files, _ = life()[-1]
+    name = max(name for name in files if name.endswith(".zst"))
+    storage = SimStorage.of(DIRECTORY, files | {name: files[name] + b"torn"})
+    reader = JournalReader(DIRECTORY, KINDS, storage=storage)
+    assert len(list(reader.events())) > 20
+    assert reader.tail is not None
+    storage.put(f"{DIRECTORY}/{name}", files[name])
+    reader.refresh()
+    assert len(list(reader.events())) > 20
+    assert reader.tail is None

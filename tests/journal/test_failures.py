@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.journal.forged import of_a_later_version
 from tests.journal.kinds import KINDS, Event, Note
 from tests.sim_storage import Fault, SimCrash, SimStorage
 from unlost.journal import (
@@ -593,6 +594,24 @@ def test_a_zombie_that_runs_ahead_counts_for_nothing() -> None:
     new.abandon()
     third = open_writer(storage, take_over=True)
     assert (third.next_offset, third.incarnation) == (2, 3)
+
+
+@pytest.mark.parametrize("longer", [0, 8, 3900])
+def test_what_a_later_version_left_in_the_way_is_not_put_aside(longer: int) -> None:
+    """A segment of a newer release under the name that a writer needs: it stops by name, and touches nothing."""
+    storage = SimStorage()
+    writer = open_writer(storage)
+    writer.append(Note(0))
+    writer.sync()
+    name = f"{DIRECTORY}/{0:020d}.zst"
+    in_the_way = of_a_later_version(storage.content(name), longer, -1)
+    writer.rotate()
+    writer.append(Note(1))
+    storage.put(f"{DIRECTORY}/{1:020d}.zst", in_the_way)
+    with pytest.raises(JournalFenced, match="in the way of incarnation 1"):
+        writer.sync()
+    assert storage.content(f"{DIRECTORY}/{1:020d}.zst") == in_the_way
+    assert not any("zombie" in name for name in storage.list_names(DIRECTORY))
 
 
 class ManualClock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import errno
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.journal import fresh_reader
 from tests.journal.forged import (
+    Head,
     frames,
     needs_another_release,
     of_a_later_version,
@@ -384,3 +386,38 @@ def test_a_later_version_s_journal_is_never_cut_however_damaged() -> None:
     assert set(counts) & {"whole: torn", "whole: clean", "preamble hurt: torn"} == set(), counts
     assert counts["whole: refused"] > 100, counts
     assert counts["preamble hurt: refused"] > 10, counts
+
+
+def test_of_two_torn_places_the_first_is_the_tail() -> None:
+    """A torn head and a file of no use after it."""
+    files, _, second = two_segments()
+    end = len(files[second])
+    files[second] += b"left behind"
+    files[f"{8:020d}.zst"] = b"begun"
+    assert by_reader(files)[1] == ("torn", second, end)
+    assert compare(files, "two") == "torn"
+
+
+def test_a_successor_s_chain_without_its_offset_is_no_link() -> None:
+    """Segment 4 renumbered to begin at 5, all else right: event 4 is missing, and said to be."""
+    files, first, second = two_segments()
+
+    def one_later(number: int, head: Head) -> Head:
+        (offset,) = struct.unpack_from("<Q", head[0], 32)
+        return with_field(head[0], 32, "<Q", offset + 1), head[1]
+
+    files[f"{5:020d}.zst"] = rebuilt(files.pop(second), one_later)
+    assert by_reader(files)[1] == ("damaged", first, len(files[first]), 4)
+    assert compare(files, "renumbered") == "damaged"
+
+
+@pytest.mark.parametrize("window", [64, 77, 100])
+def test_a_later_frame_is_found_wherever_the_read_pieces_meet(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is read ahead, and with any number of bytes before the one frame that proves the damage."""
+    monkeypatch.setattr("unlost.journal.scan._WINDOW_BYTES", window)
+    files, _, second = two_segments()
+    del files["WATERMARK"]
+    *_, (start, _) = frames(files[second])
+    for junk in range(1, 110):
+        data = files[second]
+        assert compare(files | {second: data[:start] + b"?" * junk + data[start:]}, junk) == "damaged"
