@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from ..journal.errors import JournalDamaged
-from ..journal.format import COMPAT_IMAGE, PREAMBLE_BYTES, parse_preamble
+from ..journal.format import COMPAT_IMAGE, HEADER_BYTES_LIMIT, parse_preamble
 from ..journal.frames import FrameOpener, PayloadError
 from ..journal.reader import FrameView
 from ..journal.scan import BytesSource, FrameWalk, Window
@@ -120,7 +120,7 @@ def segment_frames(path: str) -> Iterator[FrameView]:
     """
     with open(path, "rb") as file:
         window = Window(BytesSource(file.read()))
-    preamble = parse_preamble(window.read(0, PREAMBLE_BYTES), path)
+    preamble = parse_preamble(window.read(0, HEADER_BYTES_LIMIT), path)
     if isinstance(preamble, str):
         raise ColumnsError(f"{path}: not an event segment: {preamble}")
     walk, opener, name = FrameWalk(window, preamble, path), FrameOpener(), os.path.basename(path)

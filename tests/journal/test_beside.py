@@ -170,10 +170,10 @@ def how_many(how: Callable[[Reading, int], str], states: list[State], start: int
 def test_a_step_of_the_writer_between_two_calls_of_a_reader(
     how: Callable[[Reading, int], str], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From each state of the directory to one soon after, before every second call; reading far ahead, or hardly."""
+    """From each state of the directory to one soon after, before every third call; reading far ahead, or hardly."""
     monkeypatch.setattr("unlost.journal.scan._WINDOW_BYTES", window)
     rng = random.Random(window)
-    assert interleave(how, lambda: rng.choice([[], [1], [1], [], [2], [3], [], [5], [9], []]))["torn"] > 50
+    assert interleave(how, lambda: rng.choice([[1], [2], [3], [5], [9], *[[]] * 9]))["torn"] > 50
 
 
 @pytest.mark.slow
@@ -195,12 +195,12 @@ def test_what_was_damaged_and_is_mended_by_now_is_told_or_read_never_left_out() 
         for at in (9, 200, len(whole[name]) - 1):
             bad = whole[name][:at] + b"?" + whole[name][at + 1 :]
             states = [(whole | {name: bad}, durable), (whole, durable)]
-            for call in range(1, 90):
+            for call in range(1, 90, 2):
                 try:
                     seen[look(Reading(states, 0, call, 1), durable)] += 1
                 except JournalDamaged:
                     seen["damaged"] += 1
-    assert min(seen["damaged"], seen["read"]) > 100, seen
+    assert min(seen["damaged"], seen["read"]) > 50, seen
 
 
 def test_what_a_second_look_finds_whole_is_no_damage() -> None:

@@ -229,12 +229,12 @@ def test_both_readers_agree_on_what_is_there_and_on_what_is_wrong() -> None:
     assert "damaged" not in kinds
     assert any("FLOOR" in files for files in bases)
     counts = {"clean": 0, "torn": 0, "damaged": 0}
-    for number in range(700):
+    for number in range(500):
         files = rng.choice(bases)
         for _ in range(rng.choice([1, 1, 2])):
             files = hurt(files, rng, bases)
         counts[compare(files, number)] += 1
-    assert min(counts.values()) > 40, counts
+    assert min(counts.values()) > 30, counts
 
 
 def test_both_readers_agree_on_the_golden_journal() -> None:
