@@ -44,5 +44,5 @@ async def prune_payloads(state: State, root: str, folders: Folders, workers: Wor
     for member in list(workers.members):
         name = member.handle.journal_name
         first = sealed.get(name)
-        if first is not None and name not in whole:
+        if first is not None:
             await member.handle.prune(first)

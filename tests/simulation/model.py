@@ -113,6 +113,7 @@ class Model:
     counts: dict[str, int] = field(default_factory=dict)
     last_counters: dict[str, int] = field(default_factory=dict)
     adopted: int = 0
+    sees_disks: bool = False  # ``tails`` is kept up to date
     t: int = 0
 
     # --- reading ---------------------------------------------------------------------------------------------------
@@ -295,6 +296,8 @@ class Model:
         need(sibling.status == IDLE and e.attempt == sibling.attempt + 1, "attempts", f"it is {sibling}")
         need(e.worker in self.workers, "attempts", f"worker {e.worker} did not start")
         tail = self.tails.pop((e.group, e.sibling), None)
+        unwanted = self.sees_disks and tail is None and e.prefix > 0
+        need(not unwanted, "P2", "goes on from tokens of an attempt that was to start again")
         if tail is not None and self.settings.full:
             reuse = self.settings.resume and (self.settings.granularity == "sibling" or tail.lost_worker)
             whole = tail.sealed and sibling.ended_by in ("restart", "worker_lost") and reuse

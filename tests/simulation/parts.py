@@ -99,6 +99,8 @@ class WatchedPlane(SimDataPlane):
 
     async def save(self, directory: str) -> dict[str, str]:
         self.watch.before_effect(self.life, "plane save")
+        if self.watch.current(self.life):
+            self.watch.check(not self.to_clear, "rule 22", "a snapshot begins while a clear is under way")
         self.saving += 1
         try:
             files = await super().save(directory)

@@ -102,18 +102,11 @@ def slow_clears() -> None:
         run_case(case)
 
 
-def prefix_of_a_prefix() -> None:
-    """Crashed right after resumed attempts were dispatched, before their own journals hold the prefix."""
-    for count in range(1, 8):
-        second = Crash("durable", "AttemptDispatched", count, after_restore=True, power="drop")
-        run_case(plain(Crash(time_s=1.1 + 0.2 * count), second, journal__flush_interval_ms=20.0))
-
-
 PLACES: dict[str, Callable[[], object] | tuple[int, ...]] = {
     "rule02_tails_adopted_unsynced": page_cache,
     "rule03_spare_not_durable": spare_in_a_hurry,
     "rule13_abandoned_branch": back_by_hand,
-    "rule10_source_of_the_prefix_forgotten": prefix_of_a_prefix,
+    "rule10_source_of_the_prefix_forgotten": back_by_hand,
     "rule22_clear_under_way": slow_clears,
     "rule21_needed_group_waits": lost_disk_and_a_full_buffer,
     "rule01_run_started_not_durable": (0,),
@@ -140,6 +133,17 @@ PLACES: dict[str, Callable[[], object] | tuple[int, ...]] = {
     "slip_batch_admitted_twice": (3,),
     "slip_claimed_groups_lost": (3,),
     "slip_claims_one_short": (0,),
+    "slip_committed_without_rows": (0,),
+    "slip_dispatch_before_restore_completed": (3,),
+    "slip_filtered_without_shrinking": (55,),
+    "slip_late_loss": (87,),
+    "slip_newest_checkpoint_only": (22,),
+    "slip_prefix_not_used": (5,),
+    "slip_resumes_failed_attempts": (149,),
+    "slip_rows_not_put_back": (3,),
+    "slip_starved": (4,),
+    "slip_strays_stay": (11,),
+    "slip_weight_fifo_waits_for_nothing": (21,),
 }
 
 

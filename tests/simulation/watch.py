@@ -123,6 +123,7 @@ class Watch(Hooks):
             for offset, event in enumerate(events, first):
                 model.feed(offset, event)
             setattr(self, name, model)
+        self.live.sees_disks = True
         assert life.state is not None
         need(life.state.offset == self.live.offset, "P6", f"opened at {life.state.offset}, on disk {self.live.offset}")
         self.same_sets(life)
@@ -393,7 +394,10 @@ class Watch(Hooks):
         upto = life.writer.durable_upto
         while self.pending and self.pending[0][0] < upto:
             offset, event, _ = self.pending.pop(0)
-            self.durable.feed(offset, event)
+            try:
+                self.durable.feed(offset, event)
+            except Broken as error:
+                self.breaks(error)
             self.step = f"{type(event).__name__} durable"
         if self.crash.how == "durable" and 0 <= self.target < upto:
             self.kill(life)
