@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..replay.state import SEALED, State
 from .checkpoints import Folders
+from .protocols import WorkerLost
 from .workers import WorkerPool, payload_journal_name
 
 
@@ -45,4 +46,7 @@ async def prune_payloads(state: State, root: str, folders: Folders, workers: Wor
         name = member.handle.journal_name
         first = sealed.get(name)
         if first is not None:
-            await member.handle.prune(first)
+            try:
+                await member.handle.prune(first)
+            except WorkerLost:  # it may die at any call; its journal is pruned once its groups are gone
+                await workers.lost(member)

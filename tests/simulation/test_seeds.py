@@ -50,6 +50,12 @@ def test_fixed_seeds_keep_every_promise(first: int) -> None:
     assert total["crashes"] >= 5
 
 
+@pytest.mark.parametrize("seed", [988997159, 989928464])
+def test_seeds_that_once_broke_a_promise_keep_it(seed: int) -> None:
+    """A snapshot's index outlived its rows; a worker died while its old payload segments were dropped."""
+    run(seed)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_fresh_seeds_keep_every_promise() -> None:
