@@ -35,6 +35,7 @@ class Sibling:
     incarnation: int = 0
     worker: int = -1
     ended_by: str = ""
+    ended_in: int = 0  # incarnation whose journal says so
     chain: list[tuple[int, int, int]] = field(default_factory=list)  # attempts that went on from each other
     receipt: ev.Receipt | None = None
 
@@ -64,10 +65,15 @@ class Group:
 
 @dataclass
 class Tail:
-    """What an attempt's payload journal holds after a crash: tokens from 0, and whether it is sealed there."""
+    """What an attempt's payload journal holds after a crash: tokens from 0, and whether it is sealed there.
+
+    ``tokens_before``, ``sealed_before``: the same before the restore read it, if an undead worker wrote meanwhile.
+    """
 
     tokens: int
     sealed: bool
+    tokens_before: int = -1
+    sealed_before: bool = True
     lost_worker: bool = False  # its worker died while the run went on
 
 
@@ -300,11 +306,11 @@ class Model:
         need(not unwanted, "P2", "goes on from tokens of an attempt that was to start again")
         if tail is not None and self.settings.full:
             reuse = self.settings.resume and (self.settings.granularity == "sibling" or tail.lost_worker)
-            whole = tail.sealed and sibling.ended_by in ("restart", "worker_lost") and reuse
+            known = tail.sealed and tail.sealed_before and sibling.ended_in == self.incarnation
+            whole = known and sibling.ended_by in ("restart", "worker_lost") and reuse
             need(not whole, "P2", f"group {e.group} sibling {e.sibling} was sealed on disk")
-            need(
-                e.prefix == (tail.tokens if reuse else 0), "P2", f"prefix {e.prefix}, on disk are {tail.tokens} tokens"
-            )
+            known = e.prefix == tail.tokens or 0 <= tail.tokens_before <= e.prefix < tail.tokens
+            need(known if reuse else e.prefix == 0, "P2", f"prefix {e.prefix}, on disk are {tail.tokens} tokens")
         sibling.status, sibling.attempt, sibling.worker = OPEN, e.attempt, e.worker
         sibling.incarnation, sibling.ended_by = self.incarnation, ""
         before = sibling.chain if e.prefix else []
@@ -343,7 +349,7 @@ class Model:
         else:
             sibling = self._sibling(e, OPEN)
             need(e.reason != "restart" or self.restoring, "accounting", "restart without a restart")
-        sibling.status, sibling.ended_by = IDLE, e.reason
+        sibling.status, sibling.ended_by, sibling.ended_in = IDLE, e.reason, self.incarnation
 
     # --- buffer, trainer -------------------------------------------------------------------------------------------
 
@@ -428,7 +434,9 @@ class Model:
         siblings = [s for g in self.groups.values() if g.fate in LIVE for s in g.siblings]
         need(not self.zombies and all(s.status != OPEN for s in siblings), "accounting", "an attempt is still open")
         for (group, index), tail in self.tails.items():
-            if tail.sealed and self.groups[group].siblings[index].ended_by == "restart":
+            sibling = self.groups[group].siblings[index]
+            this_time = sibling.ended_by == "restart" and sibling.ended_in == self.incarnation  # not sealed since, by an undead
+            if tail.sealed and tail.sealed_before and this_time:
                 whole = self.settings.granularity == "prompt_group"
                 need(whole, "P2", f"group {group} sibling {index} is sealed on disk and was not adopted")
         self._counters(e.counters)

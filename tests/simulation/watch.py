@@ -295,8 +295,14 @@ class Watch(Hooks):
         if self.current(life) and progress.message.startswith("restoring: "):
             self.step = progress.message
             self.step_history.add(progress.message)
-            if progress.message == "restoring: rows" and self.settings.full:
+            if progress.message == "restoring: payload tails" and self.settings.full:
                 self._look_at_payloads()  # once more: a zombie's workers may have written since
+            if progress.message == "restoring: rows" and self.settings.full:
+                before = self.live.tails
+                self._look_at_payloads()  # and while they were read
+                for place, tail in self.live.tails.items():
+                    if place in before:
+                        tail.tokens_before, tail.sealed_before = before[place].tokens, before[place].sealed
             self.occurs(life, "phase", progress.message)
 
     def before_append(self, life: Incarnation, event: Any) -> None:
@@ -411,7 +417,7 @@ class Watch(Hooks):
             self.coverage["crashes"] += 1
             self._cover(life)
             if self.pending and not self.slow and life.clock is not None:
-                age = self.world.now_us - self.pending[0][2]
+                age = life.clock.now_us() - self.pending[0][2]  # its own clock: an undead one may have run on
                 need(age <= self.window_us, "P3", f"an event of {age} µs ago is not durable, at most {self.window_us}")
 
     def _cover(self, life: Incarnation) -> None:
