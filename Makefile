@@ -41,8 +41,8 @@ format: $(DEV)  ## rewrite sources in the common style
 bench: .venv/.bench  ## measure all of docs/benchmarks.md again (a quarter of an hour, on an otherwise idle machine)
 	$(BIN)/python -m benchmarks
 
-mutants: $(DEV)  ## break the code on purpose; every mutant must be killed by a named test
-	$(BIN)/python -m tests.mutants
+mutants: $(DEV)  ## break the code on purpose; every mutant must be killed by a named test (one of them: ONLY=name)
+	$(BIN)/python -m tests.mutants $(ONLY)
 
 docs: $(DEV)  ## write the generated pages again
 	$(BIN)/python docs/generate.py

@@ -65,7 +65,8 @@ class HealingDataPlane:
 
     async def save(self, directory: str) -> dict[str, str]:
         """A snapshot that a loss interrupts is not repeated into the same folder: it fails, as a retryable error."""
-        before = self.generation
+        async with self._healing:  # rows are on their way back: a snapshot of now would miss them
+            before = self.generation
         try:
             return await self.plane.save(directory)
         except DataPlaneLost as error:

@@ -21,7 +21,6 @@ from ..replay.plan import COUNTERS, RestorePlan, attempts_to_look_for, candidate
 from ..replay.state import COMMITTED, COMPLETE, SEALED, UNFINISHED, Checkpoint
 from ..replay.transitions import returned_groups
 from .checkpoints import DATA_PLANE_FOLDER, TRAINER_FOLDER, Folders, Manifest, name_of, read_manifest
-from .data_plane import RowDamaged
 from .ledger import Ledger
 from .protocols import CheckpointDamaged, Clock, DataPlane, SnapshotMismatch, Trainer, WeightsRef
 from .rows import row_of
@@ -30,7 +29,6 @@ from .samplers import Sampler
 log = logging.getLogger(__name__)
 
 PUTS_AT_ONCE = 8
-ROWS_READ_AT_ONCE = 256
 _T = TypeVar("_T")
 
 
@@ -217,9 +215,7 @@ class Restorer:
                 elif key in tails.attempts and (adopted := tails.attempts[key].sealed) is not None:
                     owned[key] = adopted
         lost: set[ev.AttemptKey] = set()
-        there = [k.row_key() for k, r in owned.items() if inventory.get(k.row_key()) == r.checksum]
-        gone = await self._unreadable(there)
-        missing = [(k, r) for k, r in owned.items() if inventory.get(k.row_key()) != r.checksum or k.row_key() in gone]
+        missing = [(k, r) for k, r in owned.items() if inventory.get(k.row_key()) != r.checksum]
         limit = asyncio.Semaphore(PUTS_AT_ONCE)
 
         async def put_back(key: ev.AttemptKey, receipt: ev.Receipt) -> None:
@@ -238,21 +234,6 @@ class Restorer:
             resume_prefixes=self.resume_prefixes,
             granularity=self.granularity,
         )
-
-    async def _unreadable(self, keys: list[str]) -> set[str]:
-        """Rows that a loaded snapshot names and does not hold: only reading them shows (protocol rule 22)."""
-        bad: set[str] = set()
-        for start in range(0, len(keys), ROWS_READ_AT_ONCE):
-            part = keys[start : start + ROWS_READ_AT_ONCE]
-            try:
-                await self.data_plane.get(part)
-            except (KeyError, RowDamaged):
-                for key in part:
-                    try:
-                        await self.data_plane.get([key])
-                    except (KeyError, RowDamaged):
-                        bad.add(key)
-        return bad
 
     async def _put_back(self, key: ev.AttemptKey, receipt: ev.Receipt) -> bool:
         if self.payloads is None:

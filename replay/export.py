@@ -16,9 +16,9 @@ import msgspec
 from ..journal.errors import UnlostError
 from .database import Database, open_database
 from .events import Event, StateImage
-from .fold import fold_reader, open_events
+from .fold import open_events
 from .tables import documented
-from .trace import TraceProjection, line_bytes
+from .trace import line_bytes, projection_at
 
 EXPORTED: Final = tuple(name for name in documented() if name not in ("trace_lines", "events", "sources", "notes"))
 """Tables of ``write_parquet``; ``events`` is among them only if asked for: it is the whole journal as JSON text."""
@@ -39,14 +39,10 @@ def check_target(run: str | Path, target: str | Path) -> None:
 def trace_of(run: str | Path) -> Iterator[bytes]:
     """The run as lines of a rollout trace (docs/trace.md), from its oldest kept event on."""
     reader = open_events(run)
-    projection = TraceProjection()
     start = reader.first_offset
-    if start > 0:
-        image = reader.last_image(before=start)
-        if image is not None:
-            projection.begin_at(fold_reader(reader, start))
-    for _, event in reader.events(start):
-        for line in projection.feed(event):
+    projection = projection_at(reader, start)
+    for offset, event in reader.events(start):
+        for line in projection.feed(offset, event):
             yield line_bytes(line)
 
 

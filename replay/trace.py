@@ -3,22 +3,27 @@
 Reading is lenient: unknown events and fields stay queryable, missing ones are missing, a torn last line is told,
 several runs may share a file, compressed files and lines out of order are fine. Writing is a projection of our own
 events (``TraceProjection``), usable live as well as over a finished journal. ``t`` is Unix time in seconds; ``run`` is
-new for every incarnation.
+new for every incarnation; ``offset`` is that of the event in the journal (docs/trace.md).
 """
 
 from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Iterable, Iterator
-from typing import IO, Any, Final, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
 import zstandard
 
 from . import events as ev
 from .columns import snake
-from .state import State
+from .fold import fold_reader
+from .state import DISPATCHED as RUNNING
+from .state import TRAINED, State
+
+if TYPE_CHECKING:
+    from ..journal.reader import JournalReader
 
 DISPATCHED: Final = "attempt_dispatched"
 SEALED: Final = "attempt_sealed"
@@ -87,44 +92,93 @@ def _open(path: str) -> IO[bytes]:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
+class _Told:
+    """What later lines of a group need. ``running``: (sibling, attempt) that have not ended; ``gone``: given up."""
+
+    __slots__ = ("gone", "prompt", "running", "sealed", "siblings")
+
+    def __init__(self, prompt: str, siblings: int) -> None:
+        self.prompt = prompt
+        self.siblings = siblings
+        self.sealed: set[int] = set()
+        self.running: set[tuple[int, int]] = set()
+        self.gone = False
+
+
+_UNKNOWN: Final = _Told("", -1)
+
+
 class TraceProjection:
-    """Turns a run's events, fed in order, into trace lines. Remembers what is alive, never history."""
+    """Turns a run's events, fed in order, into trace lines. Remembers what is alive, never history.
+
+    What it remembers follows from the folded state (``begin_at``), so that it may begin anywhere and says the same.
+    """
 
     def __init__(self) -> None:
         self._run = ""
         self._anchor_us = 0
-        self._prompts: dict[int, tuple[str, int]] = {}
-        self._sealed: dict[int, set[int]] = {}
+        self._groups: dict[int, _Told] = {}
+        self._claimed: list[int] = []
+        self._trained: dict[int, list[int]] = {}
         self._cuts: dict[int, float] = {}
 
-    def feed(self, event: ev.Event) -> list[dict[str, Any]]:
-        """The lines of one event: none, one, or two (a group's last seal)."""
+    def feed(self, offset: int, event: ev.Event) -> list[dict[str, Any]]:
+        """The lines of one event: none, one, or more (a batch's groups; a group's last seal)."""
         make = getattr(self, f"_on_{type(event).__name__}", None)
         if type(event) is ev.RunStarted:
             self._run = f"{event.run_id}-{event.incarnation}"
             self._anchor_us = event.wall_us - event.t
         # An event without lines of its own is a sign of life all the same: it bounds the moment of a death.
         lines: Iterable[dict[str, Any]] = make(event) if make is not None else ({"event": snake(type(event).__name__)},)
-        head = {"t": round((self._anchor_us + event.t) / 1e6, 6), "run": self._run}
-        return [head | line for line in lines]
+        head = {"t": self._unix(event.t), "run": self._run}
+        return [head | line | {"offset": offset} for line in lines]
 
-    def begin_at(self, state: State) -> None:
-        """Start in the middle of a run, from a folded state (a pruned journal)."""
+    def begin_at(self, state: State, time_of: Callable[[int], int | None] = lambda _: None) -> None:
+        """Start in the middle of a run, from the state that all events before were folded to.
+
+        ``time_of``: the time (µs of the run) of the event at an offset, None if it is gone. The prompts of given-up
+        groups whose attempts still run (``state.zombies``) are in no state: their last lines will lack ``prompt_id``.
+        """
         self._run = f"{state.run_id}-{state.incarnation}"
         self._anchor_us = state.anchor_wall_us - state.anchor_t
         for group in state.groups.values():
-            self._prompts[group.id] = (str(group.prompt.index), len(group.siblings))
-            self._sealed[group.id] = {i for i, s in enumerate(group.siblings) if s.receipt is not None}
+            told = self._groups[group.id] = _Told(str(group.prompt.index), len(group.siblings))
+            if group.status != TRAINED:
+                told.sealed = {i for i, s in enumerate(group.siblings) if s.receipt is not None}
+            told.running = {(i, s.attempt) for i, s in enumerate(group.siblings) if s.status == RUNNING}
+        self._claimed = list(state.open_groups)
+        self._trained = {step: list(groups) for step, groups in state.applied.items()}
+        for checkpoint in state.started.values():
+            t = time_of(checkpoint.cut)
+            if t is not None:
+                self._cuts[checkpoint.id] = self._unix(t)
+
+    def _unix(self, t: int) -> float:
+        return round((self._anchor_us + t) / 1e6, 6)
 
     def _attempt(self, event: Any, name: str, **more: Any) -> dict[str, Any]:
-        prompt, _ = self._prompts.get(event.group, ("", 0))
         return {
             "event": name,
-            "prompt_id": prompt,
+            "prompt_id": self._groups.get(event.group, _UNKNOWN).prompt,
             "generation_index": event.sibling,
             "attempt": event.attempt,
             "group_id": event.group,
         } | more
+
+    def _ended(self, event: ev.AttemptSealed | ev.AttemptFailed | ev.AttemptAbandoned) -> None:
+        told = self._groups.get(event.group)
+        if told is not None:
+            told.running.discard((event.sibling, event.attempt))
+            if told.gone and not told.running:
+                del self._groups[event.group]
+
+    def _give_up(self, group: int) -> None:
+        """Forget a group as soon as none of its attempts runs."""
+        told = self._groups.get(group)
+        if told is not None:
+            told.gone = True
+            if not told.running:
+                del self._groups[group]
 
     def _on_RunStarted(self, event: ev.RunStarted) -> Iterator[dict[str, Any]]:  # noqa: N802 - named after the event
         yield {"event": "run_started", "incarnation": event.incarnation, "host": event.host}
@@ -134,7 +188,7 @@ class TraceProjection:
 
     def _on_BatchReserved(self, event: ev.BatchReserved) -> Iterator[dict[str, Any]]:  # noqa: N802
         for group, prompt in enumerate(event.prompts, event.first_group):
-            self._prompts[group] = (str(prompt.index), event.generations)
+            self._groups[group] = _Told(str(prompt.index), event.generations)
             yield {
                 "event": "group_reserved",
                 "prompt_id": str(prompt.index),
@@ -144,6 +198,8 @@ class TraceProjection:
             }
 
     def _on_AttemptDispatched(self, event: ev.AttemptDispatched) -> Iterator[dict[str, Any]]:  # noqa: N802
+        if event.group in self._groups:
+            self._groups[event.group].running.add((event.sibling, event.attempt))
         yield self._attempt(
             event,
             DISPATCHED,
@@ -160,18 +216,30 @@ class TraceProjection:
         yield self._attempt(
             event, SEALED, tokens=receipt.tokens, reward=receipt.reward, weight_spans=spans, adopted=event.adopted
         )
-        sealed = self._sealed.setdefault(event.group, set())
-        sealed.add(event.sibling)
-        prompt, siblings = self._prompts.get(event.group, ("", 0))
-        if len(sealed) == siblings:
-            yield {"event": GROUP_SEALED, "prompt_id": prompt, "group_id": event.group}
+        told = self._groups.get(event.group)
+        if told is not None:
+            told.sealed.add(event.sibling)
+            if len(told.sealed) == told.siblings:
+                yield {"event": GROUP_SEALED, "prompt_id": told.prompt, "group_id": event.group}
+            self._ended(event)
 
     def _on_AttemptFailed(self, event: ev.AttemptFailed) -> Iterator[dict[str, Any]]:  # noqa: N802
         yield self._attempt(event, FAILED, kind=event.kind, cause=event.cause, tokens=event.tokens)
+        self._ended(event)
 
     def _on_AttemptAbandoned(self, event: ev.AttemptAbandoned) -> Iterator[dict[str, Any]]:  # noqa: N802
-        self._sealed.get(event.group, set()).discard(event.sibling)
         yield self._attempt(event, ABANDONED, reason=event.reason, tokens=event.tokens, durable=event.durable)
+        if event.group in self._groups:
+            self._groups[event.group].sealed.discard(event.sibling)
+        self._ended(event)
+
+    def _on_PromptReplaced(self, event: ev.PromptReplaced) -> Iterator[dict[str, Any]]:  # noqa: N802
+        yield {"event": "prompt_replaced"}
+        self._give_up(event.group)
+
+    def _on_StepShortened(self, event: ev.StepShortened) -> Iterator[dict[str, Any]]:  # noqa: N802
+        yield {"event": "step_shortened"}
+        self._give_up(event.group)
 
     def _on_GroupDiscarded(self, event: ev.GroupDiscarded) -> Iterator[dict[str, Any]]:  # noqa: N802
         yield from self._gone(event, "group_discarded")
@@ -180,17 +248,22 @@ class TraceProjection:
         yield from self._gone(event, "group_evicted")
 
     def _gone(self, event: ev.GroupDiscarded | ev.GroupEvicted, name: str) -> Iterator[dict[str, Any]]:
-        prompt, siblings = self._prompts.get(event.group, ("", 0))
+        told = self._groups.get(event.group, _UNKNOWN)
         if event.requeued_as >= 0:
-            self._prompts[event.requeued_as] = (prompt, siblings)
-        self._sealed.pop(event.group, None)
-        yield {"event": name, "prompt_id": prompt, "group_id": event.group, "reason": event.reason}
+            self._groups[event.requeued_as] = _Told(told.prompt, told.siblings)
+        yield {"event": name, "prompt_id": told.prompt, "group_id": event.group, "reason": event.reason}
+        self._give_up(event.group)
 
     def _on_StepClaimed(self, event: ev.StepClaimed) -> Iterator[dict[str, Any]]:  # noqa: N802
-        prompts = [self._prompts.get(group, ("", 0))[0] for group in event.groups]
+        self._claimed.extend(event.groups)
+        prompts = [self._groups.get(group, _UNKNOWN).prompt for group in event.groups]
         yield {"event": "step_claimed", "step": event.step, "group_ids": list(event.groups), "prompt_ids": prompts}
 
     def _on_StepApplied(self, event: ev.StepApplied) -> Iterator[dict[str, Any]]:  # noqa: N802
+        for group in self._claimed:
+            if group in self._groups:
+                self._groups[group].sealed = set()
+        self._trained[event.step], self._claimed = self._claimed, []
         yield {
             "event": "step_applied",
             "step": event.step,
@@ -202,15 +275,16 @@ class TraceProjection:
     def _on_WeightsSynced(self, event: ev.WeightsSynced) -> Iterator[dict[str, Any]]:  # noqa: N802
         yield {"event": "weights_synced", "branch": event.branch, "version": event.version, "seconds": event.seconds}
 
-    def _on_RowsCleared(self, event: ev.RowsCleared) -> tuple[()]:  # noqa: N802
-        # Rows go when a group can't come back by itself; a rollback that returns one names it again only by id.
-        for group in event.groups:
-            self._sealed.pop(group, None)
+    def _on_RowsCleared(self, event: ev.RowsCleared) -> tuple[()]:  # noqa: ARG002, N802
         return ()
 
     def _on_CheckpointStarted(self, event: ev.CheckpointStarted) -> tuple[()]:  # noqa: N802
-        self._cuts[event.checkpoint] = round((self._anchor_us + event.t) / 1e6, 6)
+        self._cuts[event.checkpoint] = self._unix(event.t)
         return ()
+
+    def _on_CheckpointFailed(self, event: ev.CheckpointFailed) -> Iterator[dict[str, Any]]:  # noqa: N802
+        self._cuts.pop(event.checkpoint, None)
+        yield {"event": "checkpoint_failed"}
 
     def _on_CheckpointCommitted(self, event: ev.CheckpointCommitted) -> Iterator[dict[str, Any]]:  # noqa: N802
         yield {
@@ -220,15 +294,45 @@ class TraceProjection:
             "kind": event.kind,
             "seconds": event.seconds,
         }
+        for step in [s for s in self._trained if s < event.floor]:  # no restore can return these groups
+            for group in self._trained.pop(step):
+                self._groups.pop(group, None)
 
     def _on_RestoreStarted(self, event: ev.RestoreStarted) -> Iterator[dict[str, Any]]:  # noqa: N802
         yield {"event": RESTORE, "path": event.name, "from_step": event.from_version, "to_step": event.to_version}
 
     def _on_TrainerRolledBack(self, event: ev.TrainerRolledBack) -> Iterator[dict[str, Any]]:  # noqa: N802
+        for group in event.groups:  # they come back complete
+            told = self._groups.get(group)
+            if told is not None:
+                told.sealed = set(range(told.siblings))
+        self._trained = {step: groups for step, groups in self._trained.items() if step < event.to_version}
+        self._claimed = []
+        self._cuts = {}
         yield {"event": "trainer_rolled_back", "from_step": event.from_version, "to_step": event.to_version}
 
     def _on_RestoreCompleted(self, event: ev.RestoreCompleted) -> Iterator[dict[str, Any]]:  # noqa: N802
+        self._cuts = {}
         yield {"event": "restore_completed", "seconds": event.seconds, "counters": event.counters}
+
+
+def projection_at(reader: JournalReader[ev.Event], offset: int) -> TraceProjection:
+    """A projection that has been fed everything before ``offset``: as far as the journal still has it.
+
+    It begins at the newest image before which no given-up group had attempts running, so that none lacks its prompt.
+    Raises what reading and folding raise.
+    """
+    projection = TraceProjection()
+    start = image = reader.last_image(before=offset)
+    while image is not None:
+        state = fold_reader(reader, image)
+        if not state.zombies or image <= reader.first_offset:
+            projection.begin_at(state, lambda at: reader.get(at).t if at >= reader.first_offset else None)
+            break
+        start = image = reader.last_image(before=image - 1)
+    for at, event in reader.events(reader.first_offset if start is None else start, offset):
+        projection.feed(at, event)
+    return projection
 
 
 _encode_line = msgspec.json.Encoder().encode

@@ -177,6 +177,7 @@ class SimDataPlane:
         self._index: dict[str, int] = {}
         self._rows: dict[str, Row] = {}
         self._lost = False
+        self._services = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._failures: dict[str, list[Exception]] = {}
@@ -198,6 +199,7 @@ class SimDataPlane:
         self._index, self._rows = {}, {}
         self._lost = False
         self.started = True
+        self._services += 1
 
     async def restart(self) -> None:
         await self.stop()
@@ -206,28 +208,30 @@ class SimDataPlane:
     async def check(self) -> None:
         self._enter("check")
 
-    def _enter(self, call: str) -> None:
-        if not self.started:
+    def _enter(self, call: str, service: int | None = None) -> int:
+        """``service``: the one that the call began with; another one, started since, knows nothing of it."""
+        if not self.started or service not in (None, self._services):
             raise DataPlaneLost(f"{call}: the data plane is not running")
         if self._failures.get(call):
             raise self._failures[call].pop(0)
         if self._lost:
             raise DataPlaneLost(f"{call}: a storage unit is gone")
+        return self._services
 
     async def put(self, row: Row) -> None:
-        self._enter("put")
+        service = self._enter("put")
         await self.clock.sleep(self.put_seconds)
         await self._quiet.wait()
-        self._enter("put")
+        self._enter("put", service)
         key = row.key.row_key()
         self._rows[key] = row
         self._index[key] = row.checksum
         self.puts += 1
 
     async def get(self, keys: Sequence[str]) -> list[Row]:
-        self._enter("get")
+        service = self._enter("get")
         await self.clock.sleep(self.get_seconds)
-        self._enter("get")
+        self._enter("get", service)
         missing = [key for key in keys if key not in self._rows]
         if missing:
             raise KeyError(f"rows not in the data plane: {', '.join(missing)}")
@@ -237,25 +241,28 @@ class SimDataPlane:
         return rows
 
     async def inventory(self) -> dict[str, int]:
-        self._enter("inventory")
+        service = self._enter("inventory")
         await self.clock.sleep(self.get_seconds)
+        self._enter("inventory", service)
         return dict(self._index)
 
     async def clear(self, keys: Sequence[str]) -> None:
-        self._enter("clear")
+        service = self._enter("clear")
         await self.clock.sleep(self.get_seconds)
+        self._enter("clear", service)
         for key in keys:
             self._index.pop(key, None)
             self._rows.pop(key, None)
 
     async def save(self, directory: str) -> dict[str, str]:
-        self._enter("save")
+        service = self._enter("save")
         await self._quiet.wait()
+        self._enter("save", service)
         index = dict(self._index)
         self._quiet.clear()
         try:
             await self.clock.sleep(self.save_seconds)
-            self._enter("save")
+            self._enter("save", service)
             units: list[dict[str, Row]] = [{} for _ in range(self.storage_units)]
             for number, (key, row) in enumerate(self._rows.items()):
                 units[number % self.storage_units][key] = row
@@ -266,9 +273,10 @@ class SimDataPlane:
             self._quiet.set()
 
     async def load(self, directory: str, digests: Mapping[str, str]) -> None:
-        self._enter("load")
+        service = self._enter("load")
         files = read_verified(self.storage, directory, digests)
         await self.clock.sleep(self.save_seconds)
+        self._enter("load", service)
         if "index" not in files:
             raise CheckpointDamaged(f"{directory}: no digest of its index")
         units, index = msgspec.msgpack.decode(files["index"], type=tuple[int, dict[str, int]])

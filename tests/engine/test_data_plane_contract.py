@@ -179,6 +179,24 @@ class Contract:
         found = [each for each in before + meanwhile if each.key.row_key() in inventory]
         assert await plane.get(keys_of(found)) == found
 
+    async def test_a_save_over_a_restart_is_lost_or_whole(self, plane: Plane, tmp_path: Path) -> None:
+        """A snapshot never mixes the index of one service with the rows of the next."""
+        rows = [sample(group, tokens=2000) for group in range(50)]
+        await asyncio.gather(*map(plane.put, rows))
+        save = asyncio.ensure_future(plane.save(str(tmp_path / "snapshot")))
+        await asyncio.sleep(0.05)
+        await plane.restart()
+        await plane.put(sample(99))
+        try:
+            digests = await save
+        except DataPlaneLost:
+            assert not (tmp_path / "snapshot").exists()
+            return
+        await plane.clear(keys_of([sample(99)]))
+        await plane.load(str(tmp_path / "snapshot"), digests)
+        assert await plane.inventory() == {each.key.row_key(): each.checksum for each in rows}
+        assert await plane.get(keys_of(rows)) == rows
+
     async def test_another_number_of_storage_units_is_a_mismatch(self, plane: Plane, tmp_path: Path) -> None:
         """The rows must then come from payloads; nothing is loaded."""
         await plane.put(sample(1))

@@ -1,21 +1,27 @@
-"""``python -m tests.mutants [FOLDER] [--only NAME…]``: break the code on purpose; see run.py."""
+"""Break the code on purpose: ``python -m tests.mutants [--jobs N] [NAME…]``; see run.py.
+
+All: ``make mutants``. One: ``make mutants ONLY=rule05_seal_before_payload``. A family: ``make mutants ONLY=journal/``.
+Exit code 0 if every mutant was killed, 1 if one was not, 2 if a mutant says nothing (it does not apply, or its test
+fails without it).
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from tests.mutants.run import FOLDERS, MutantError, run
+from tests.mutants.run import MutantError, run
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("folder", nargs="*", type=Path, default=FOLDERS, help="folders of .diff files")
-    parser.add_argument("--only", nargs="*", default=[], help="mutants whose names contain one of these")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="mutants whose FAMILY/NAME contains one of these (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
     options = parser.parse_args()
     try:
-        return 1 if sum([run(folder.resolve(), options.only) for folder in options.folder]) else 0
+        return 1 if run(options.names, options.jobs) else 0
     except MutantError as error:
         print(error, file=sys.stderr)
         return 2
