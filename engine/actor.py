@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..journal.errors import UnlostError
+from ..journal.reader import JournalReader
+from ..replay.events import EVENT_TYPES
+from ..replay.fold import EVENTS_FOLDER
 from ..replay.payloads import PAYLOAD_DIRECTORY, PayloadStore
 from .config_keys import Config
 from .controller import Parts, SingleController
 from .folders import RealFolders
+from .live_trace import TRACE_FILE, LiveTrace
 from .progress import EXIT_FAILED, REASON_FAILED, Outcome, Progress, StopRequest
 from .prompts import JsonlPrompts
 from .runfolder import LOG_FILE, OpenRun, open_run
@@ -76,7 +80,12 @@ class ControllerHost:
             return Outcome(reason=REASON_FAILED, exit_code=EXIT_FAILED, detail=str(error), run_dir=self.config.run_dir)
         log_to(self.config.run_dir)
         controller = SingleController(self.config, self._parts(opened), opened.identity, self._note, self._stop)
-        return await controller.run(restore)
+        trace = live_trace(self.config, opened) if self.config.rollout_checkpointing.trace else None
+        try:
+            return await controller.run(restore)
+        finally:
+            if trace is not None:
+                await asyncio.to_thread(trace.close)
 
     def _parts(self, opened: OpenRun) -> Parts:
         from .data_plane import TransferQueueDataPlane
@@ -100,6 +109,18 @@ class ControllerHost:
             folders=RealFolders(),
             payload_root=payload_root,
         )
+
+
+def live_trace(config: Config, opened: OpenRun) -> LiveTrace:
+    """The run's trace, started: it follows the journal in the background, and asks nothing of the controller."""
+    events = Path(config.run_dir) / EVENTS_FOLDER
+    trace = LiveTrace(
+        str(Path(config.run_dir) / TRACE_FILE),
+        lambda: JournalReader(events, EVENT_TYPES),
+        lambda: opened.writer.durable_upto,
+    )
+    trace.start()
+    return trace
 
 
 def controller_actor(config: Config, fingerprints: dict[str, str], **options: Any) -> Any:

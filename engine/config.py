@@ -37,6 +37,7 @@ __all__ = [
     "get_key",
     "iter_keys",
     "load_config",
+    "recorded_settings",
     "semantic_differences",
     "semantic_fingerprint",
     "semantic_settings",
@@ -332,6 +333,14 @@ def dump_config(config: Config) -> str:
 def semantic_settings(config: Config) -> dict[str, Any]:
     """The value of every fixed key, recorded in the journal when a run starts."""
     return {info.path: get_key(config, info.path) for info in _known().values() if info.resume == FIXED}
+
+
+def recorded_settings(config: Config) -> dict[str, Any]:
+    """What RunStarted carries: the fixed keys, and what a post-mortem needs for its bounds."""
+    return semantic_settings(config) | {name: get_key(config, name) for name in _ASKED_LATER}
+
+
+_ASKED_LATER = ("journal.progress_interval_tokens",)
 
 
 def semantic_fingerprint(config: Config) -> str:

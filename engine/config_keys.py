@@ -263,7 +263,9 @@ class RolloutCheckpointingConfig(Section, frozen=True):
     telemetry_interval_s: Annotated[
         Positive | None, key("Time between telemetry lines; default: off", unit="seconds")
     ] = None
-    trace: Annotated[bool, key("Write `rollout_trace.jsonl` while running")] = False
+    trace: Annotated[bool, key("Write `rollout_trace.jsonl` into the run's folder while running (`docs/trace.md`)")] = (
+        False
+    )
 
 
 class DataPlaneConfig(Section, frozen=True):

@@ -35,10 +35,6 @@ def preflight(config: Config, *, take_over: bool = False) -> dict[str, str]:
     sampler_of(config)
     if config.data_plane.backend != "simple":
         raise ConfigError(f"data_plane.backend {config.data_plane.backend}: this release can only start `simple`")
-    if config.rollout_checkpointing.trace:
-        raise ConfigError(
-            "rollout_checkpointing.trace: not in this release; `unlost export RUN --trace` writes the same file"
-        )
     check_run(config, fingerprints)
     if not take_over:
         check_free(config, LOCK_WAIT_S)

@@ -25,7 +25,7 @@ from ..journal.writer import JournalWriter
 from ..replay.events import EVENT_TYPES, AnyEvent
 from ..replay.fold import EVENTS_FOLDER, fold_reader
 from ..replay.state import State
-from .config import Config, dump_config, semantic_differences, semantic_fingerprint, semantic_settings
+from .config import Config, dump_config, recorded_settings, semantic_differences, semantic_fingerprint
 from .controller import Identity
 
 WEIGHTS_FOLDER = "weights"
@@ -165,7 +165,7 @@ def open_run(config: Config, fingerprints: Mapping[str, str], *, take_over: bool
         writer.close()
         raise
     clock = RunClock(state)
-    settings = msgspec.to_builtins(semantic_settings(config))
+    settings = msgspec.to_builtins(recorded_settings(config))
     prints = dict(fingerprints, semantics=semantic_fingerprint(config))
     identity = Identity(
         state.run_id or known or run_id, max(writer.incarnation, state.incarnation + 1), prints, settings, versions()

@@ -441,11 +441,10 @@ def _chunk_tokens(connection: duckdb.DuckDBPyConnection, source: Source) -> int 
     import msgspec
 
     key = "journal.progress_interval_tokens"
-    row = connection.execute("SELECT settings FROM raw.run_started WHERE run = ? LIMIT 1", [source.run]).fetchone()
-    if row is not None:
-        chunk = msgspec.json.decode(row[0]).get(key)
-        if isinstance(chunk, int):
-            return 2 * chunk
+    started = connection.execute("SELECT DISTINCT settings FROM raw.run_started WHERE run = ?", [source.run]).fetchall()
+    chunks = [chunk for row in started if isinstance(chunk := msgspec.json.decode(row[0]).get(key), int)]
+    if chunks:  # it may change at a restart: the largest bounds them all
+        return 2 * max(chunks)
     config = Path(source.path) / "config.yaml"
     if source.kind == "run" and config.is_file():
         import yaml

@@ -71,8 +71,8 @@ def test_every_kind_of_event_can_be_projected():
     """No event is silent (it is a sign of life), none breaks the projection; images are no event of the run's."""
     seen = set()
     projection = TraceProjection()
-    for event in everything():
-        assert projection.feed(event) or isinstance(event, (ev.CheckpointStarted, ev.RowsCleared))
+    for offset, event in enumerate(everything()):
+        assert projection.feed(offset, event) or isinstance(event, (ev.CheckpointStarted, ev.RowsCleared))
         seen.add(type(event))
     assert len(seen) > 12
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.fakes import JournalClock, SimDataPlane, SimPlan, SimTrainer, SimWorker, VirtualLoop, sim_reward, write_files
 from tests.sim_storage import SimCrash, SimStorage
-from unlost.engine.config import Config, build_config, semantic_settings
+from unlost.engine.config import Config, build_config, recorded_settings
 from unlost.engine.controller import Identity, Parts, SingleController
 from unlost.engine.progress import Outcome, Progress, StopRequest
 from unlost.engine.protocols import Prompt, RolloutWorker
@@ -369,7 +369,7 @@ class Incarnation:
             payload_root=PAYLOADS,
             blocking=inline,
         )
-        identity = Identity(world.run_id, self.writer.incarnation, {"dataset": "d"}, semantic_settings(config), {})
+        identity = Identity(world.run_id, self.writer.incarnation, {"dataset": "d"}, recorded_settings(config), {})
         self.controller = SingleController(config, parts, identity, self._progress, self.stop)
         if stop_at_s is not None:
             asyncio.get_running_loop().call_later(stop_at_s, self.stop.set, "signal", "test")
