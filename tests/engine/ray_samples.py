@@ -49,7 +49,11 @@ def make_model(folder: Path, *, endless: bool = False) -> Path:
         runpy.run_path(str(QUICKSTART / "make_model.py"), run_name="__main__")
     finally:
         sys.argv = before
-    endings = {"config.json": "eos_token_id", "generation_config.json": "eos_token_id", "tokenizer_config.json": "eos_token"}
+    endings = {
+        "config.json": "eos_token_id",
+        "generation_config.json": "eos_token_id",
+        "tokenizer_config.json": "eos_token",
+    }
     for name, key in endings.items() if endless else ():
         settings = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**settings, key: None}))

@@ -435,7 +435,9 @@ class Model:
         need(not self.zombies and all(s.status != OPEN for s in siblings), "accounting", "an attempt is still open")
         for (group, index), tail in self.tails.items():
             sibling = self.groups[group].siblings[index]
-            this_time = sibling.ended_by == "restart" and sibling.ended_in == self.incarnation  # not sealed since, by an undead
+            this_time = (
+                sibling.ended_by == "restart" and sibling.ended_in == self.incarnation
+            )  # not sealed since, by an undead
             if tail.sealed and tail.sealed_before and this_time:
                 whole = self.settings.granularity == "prompt_group"
                 need(whole, "P2", f"group {group} sibling {index} is sealed on disk and was not adopted")
