@@ -178,4 +178,8 @@ def test_a_rollback_lowers_scheduling_weights_and_keeps_the_origin() -> None:
         apply(s, s.offset, event)
     assert {g: s.groups[g].start_weight for g in s.groups} == {0: 0, 1: 0}
     assert s.groups[1].version_max == 1
+    sibling = s.groups[1].siblings[0]
+    assert (sibling.branch, sibling.version) == (0, 1)
+    assert sibling.receipt is not None
+    assert sibling.receipt.version_max == 1
     assert (s.branch, s.trainer_version) == (1, 0)
