@@ -68,11 +68,23 @@ class WorkerPool:
             self._join(handle, weights)
 
     async def _make(self, weights: WeightsRef) -> RolloutWorker:
-        worker_id, self._next_id = self._next_id, self._next_id + 1
-        name = payload_journal_name(self._ledger.state.incarnation, worker_id)
-        handle = await self._factory(worker_id, name)
-        await handle.start(weights)
-        return handle
+        """A started worker; one that dies while it starts is lost like any other, and another is made."""
+        while True:
+            worker_id, self._next_id = self._next_id, self._next_id + 1
+            name = payload_journal_name(self._ledger.state.incarnation, worker_id)
+            handle = await self._factory(worker_id, name)
+            try:
+                await handle.start(weights)
+            except WorkerLost as error:
+                log.error("rollout worker %d is lost while it starts (%s); starting another", worker_id, error)
+                self._count_loss()
+            else:
+                return handle
+
+    def _count_loss(self) -> None:
+        self._losses_in_a_row += 1
+        if self._losses_in_a_row > self._replacements_max:
+            raise WorkersGone(f"{self._losses_in_a_row} rollout workers lost in a row, none sealed anything in between")
 
     def _join(self, handle: RolloutWorker, weights: WeightsRef) -> None:
         ledger = self._ledger
@@ -147,9 +159,7 @@ class WorkerPool:
         ledger = self._ledger
         ledger.record(ev.WorkerStopped(ledger.clock.now_us(), member.worker_id, ev.ABANDON_WORKER_LOST))
         log.error("rollout worker %d is lost; starting another", member.worker_id)
-        self._losses_in_a_row += 1
-        if self._losses_in_a_row > self._replacements_max:
-            raise WorkersGone(f"{self._losses_in_a_row} rollout workers lost in a row, none sealed anything in between")
+        self._count_loss()
         if not self._stopping:
             task = asyncio.create_task(self._replace(), name="replace worker")
             self._replacing.add(task)
@@ -158,10 +168,17 @@ class WorkerPool:
     async def _replace(self) -> None:
         assert self._weights is not None
         try:
-            handle = await self._make(self._weights)
-            async with self._sync_lock:  # new weights may have come while it started
-                await handle.update_weights(self._weights)
-                self._join(handle, self._weights)
+            while True:
+                handle = await self._make(self._weights)
+                async with self._sync_lock:  # new weights may have come while it started
+                    try:
+                        await handle.update_weights(self._weights)
+                    except WorkerLost as error:
+                        log.error("rollout worker %d is lost (%s); starting another", handle.worker_id, error)
+                        self._count_loss()
+                        continue
+                    self._join(handle, self._weights)
+                    return
         except Exception as error:  # noqa: BLE001 - told to who looks after the pool: nobody awaits this task
             self._failed = error
 
