@@ -12,6 +12,7 @@ import pytest
 from tests.journal.forged import frames, watermark
 from tests.journal.kinds import KINDS, Event, Image, Note
 from tests.journal.matrix import DIRECTORY
+from tests.journal.refusals import nothing_else_is_refused
 from tests.sim_storage import Fault, SimStorage
 from unlost.journal import JournalDamaged, JournalMissing, JournalOptions, JournalReader, JournalWriter, verify
 
@@ -167,6 +168,7 @@ def how_many(how: Callable[[Reading, int], str], states: list[State], start: int
 
 @pytest.mark.parametrize("how", [look, check])
 @pytest.mark.parametrize("window", [1 << 20, 64])
+@nothing_else_is_refused
 def test_a_step_of_the_writer_between_two_calls_of_a_reader(
     how: Callable[[Reading, int], str], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.journal.forged import of_a_later_version
 from tests.journal.kinds import KINDS, Event, Note
+from tests.journal.refusals import nothing_else_is_refused
 from tests.sim_storage import Fault, SimCrash, SimStorage
 from unlost.journal import (
     JournalClosed,
@@ -283,6 +284,7 @@ def torn_storage() -> SimStorage:
 
 
 @pytest.mark.parametrize("then", ["kill", "drop", "tear", "keep"])
+@nothing_else_is_refused
 def test_a_second_crash_at_each_step_of_recovery(then: str) -> None:
     """Opening killed at each of its storage calls in turn; the next opening finds every acknowledged event."""
     number = 0
@@ -307,6 +309,7 @@ def test_a_second_crash_at_each_step_of_recovery(then: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["read", "open", "list", "size"])
+@nothing_else_is_refused
 def test_a_read_error_is_neither_damage_nor_a_tail(op: str) -> None:
     """EIO while opening or reading is raised as it is, at each call in turn, and nothing is changed."""
     skip = 0
@@ -325,6 +328,7 @@ def test_a_read_error_is_neither_damage_nor_a_tail(op: str) -> None:
     assert skip >= 1
 
 
+@nothing_else_is_refused
 def test_opening_syncs_what_it_read() -> None:
     """Protocol rule 2: events seen only in the page cache are durable once the next opening returns."""
     name = f"{DIRECTORY}/{0:020d}.zst"
@@ -422,6 +426,7 @@ def test_another_journals_id_is_refused() -> None:
         JournalWriter.open(DIRECTORY, KINDS, journal_id="other", storage=storage, threaded=False)
 
 
+@nothing_else_is_refused
 def test_prune_crash_at_each_step() -> None:
     """Pruning killed at each call: the journal always reads from its floor, and the next prune finishes."""
     number = 0
@@ -572,6 +577,7 @@ def test_the_watermark_is_never_ahead_of_the_disk(op: str) -> None:
     assert [offset for offset, _ in reader.events()] == list(range(start))
 
 
+@nothing_else_is_refused
 def test_a_zombie_that_runs_ahead_counts_for_nothing() -> None:
     """A zombie's later segments and its WATERMARK beyond the newer incarnation's end are neither read nor damage."""
     storage = SimStorage()
@@ -699,6 +705,7 @@ def test_close_does_not_wait_for_a_hanging_disk(caplog) -> None:
         assert again.next_offset == 1
 
 
+@nothing_else_is_refused
 def test_a_dead_process_may_have_seen_its_sync_fail() -> None:
     """Bytes that a failed fdatasync left clean in the page cache are written again before they are believed."""
     storage = SimStorage()

@@ -12,6 +12,7 @@ import pytest
 from tests.journal import independent_reader as oracle
 from tests.journal.kinds import KINDS
 from tests.journal.matrix import DIRECTORY, Base, Case, build, open_writer, single_damages, structural_damages
+from tests.journal.refusals import nothing_else_is_refused
 from tests.sim_storage import SimStorage
 from unlost.journal import JournalDamaged, JournalReader, JournalWriter, verify
 
@@ -65,6 +66,7 @@ def test_the_base_journal_reads_back_whole() -> None:
     assert len(base.events) == 16
 
 
+@nothing_else_is_refused
 def test_every_byte_is_protected() -> None:
     """Truncating and zeroing from every byte and one flip in every byte never lose an acknowledged event silently."""
     base = build()

@@ -18,6 +18,7 @@ import pytest
 
 from tests.journal import independent_reader as oracle
 from tests.journal.kinds import KINDS, Blob, Event, Image, Note
+from tests.journal.refusals import nothing_else_is_refused
 from tests.sim_storage import Fault, SimStorage
 from unlost.journal import (
     JournalError,
@@ -163,6 +164,7 @@ def test_frames_and_times(tmp_path: Path) -> None:
     assert reader.offset_at(frames[-1].wall_ns + 10**9) == 4
 
 
+@nothing_else_is_refused
 def test_large_events_and_split_batches(tmp_path: Path) -> None:
     """A batch beyond a frame's limits becomes several frames, an event beyond them a frame of its own."""
     with open_writer(tmp_path, frame_bytes_max=1000, frame_events_max=7) as writer:
