@@ -16,7 +16,7 @@ import pytest
 from tests.simulation.on_disk import to_disk
 from tests.simulation.world import EVENTS, Hooks, Incarnation, World, sim_config
 from tests.synthetic_run import Shape, SyntheticRun, write_journal
-from unlost.engine import actor
+from unlost.engine import actor, live_trace
 from unlost.engine.config import Config, build_config
 from unlost.engine.live_trace import SET_ASIDE, TRACE_FILE, LiveTrace
 from unlost.engine.progress import Outcome, Progress
@@ -101,11 +101,15 @@ def tracing(run: Path, path: Path, upto: int | None = None) -> LiveTrace:
     return LiveTrace(str(path), lambda: open_events(run), lambda: end)
 
 
-def test_it_goes_on_after_any_byte(run: Path, whole: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [live_trace.BLOCK_BYTES, 61])
+def test_it_goes_on_after_any_byte(
+    block: int, run: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that ends anywhere, in rubbish or not, becomes the whole trace; what is sound stays as it is."""
+    monkeypatch.setattr(live_trace, "BLOCK_BYTES", block)
     path = tmp_path / TRACE_FILE
-    chance = random.Random(1)
-    some = [0, 1, len(whole) - 1, len(whole), *(chance.randrange(len(whole)) for _ in range(60))]
+    chance = random.Random(block)
+    some = [0, 1, len(whole) - 1, len(whole), *(chance.randrange(len(whole)) for _ in range(20))]
     for number, cut in enumerate(some):
         rest = (b"", b"\0" * 5000, b'{"t":1', b"[]\n\n{}\n")[number % 4]
         path.write_bytes(whole[:cut] + rest)
@@ -124,6 +128,17 @@ def test_incarnations_without_a_trace_are_caught_up(run: Path, whole: bytes, tmp
     assert early.catch_up()
     assert path.read_bytes() == b"".join(line for line in whole.splitlines(True) if _offset(line) < 400)
     assert tracing(run, path).catch_up()
+    assert path.read_bytes() == whole
+
+
+def test_a_holder_that_is_not_dead_does_no_harm(run: Path, whole: bytes, tmp_path: Path) -> None:
+    """What it still writes of the events that both know lies where its successor has written the same."""
+    path, upto = tmp_path / TRACE_FILE, [400]
+    old = LiveTrace(str(path), lambda: open_events(run), lambda: upto[0])
+    assert old.catch_up()
+    assert tracing(run, path).catch_up()
+    upto[0] = 900
+    assert old.catch_up()
     assert path.read_bytes() == whole
 
 
@@ -175,7 +190,7 @@ def test_a_failing_disk_is_told_once_and_overcome(run: Path, whole: bytes, tmp_p
     def pwrite(file: int, data: bytes, place: int) -> int:
         if left[0] <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = write(file, data[: left[0]], place)
+        written = write(file, data[: min(left[0], 1_000)], place)
         left[0] -= written
         return written
 

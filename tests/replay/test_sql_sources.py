@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import zstandard
 
+from tests.simulation.on_disk import to_disk
+from tests.simulation.world import World, sim_config
 from tests.synthetic_run import Shape, SyntheticRun, write_journal
 from unlost.journal import JournalOptions, JournalWriter
 from unlost.replay import database as databases
@@ -325,29 +327,44 @@ def test_compressed_traces(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tools_run_where_only_the_core_is_installed(tmp_path, run):
-    """No ray, torch, vLLM, TransferQueue, NumPy or Arrow: blocked from import, everything still answers."""
+def test_the_tools_run_where_only_the_core_is_installed(tmp_path):
+    """No ray, torch, vLLM, TransferQueue, NumPy or Arrow: blocked from import, everything still answers.
+
+    Over the folder of a run that the engine made, killed once: payload journals and checkpoints are in it.
+    """
+    world = World(sim_config())
+    assert world.live(kill_at_s=3.0).killed
+    world.live()
+    target = to_disk(world, tmp_path / "run")
     code = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        absent = 'ray torch vllm transfer_queue transformers numpy pyarrow pandas'.split()
+        absent = 'ray torch vllm transfer_queue tensordict transformers numpy pyarrow pandas'.split()
         if name.split('.')[0] in absent:
             raise ImportError(name + ' is not installed here')
 sys.meta_path.insert(0, Block())
 from unlost.cli.main import run
 target, out = sys.argv[1:]
 for arguments in (
+    ['--help'], ['replay', target], ['replay', target, '--group', '1'], ['verify', target], ['events', target],
+    ['plan', target], ['checkpoints', target], ['prune', target], ['repair', target],
+    ['config', target + '/config.yaml'],
+    ['fork', target, out + '/forked', '--at-step', '4'],
     ['sql', target, '--query', 'waste'], ['report', target], ['report', target, '--html', out + '/r.html'],
     ['export', target, '--trace', '-o', out + '/t.jsonl'], ['export', target, '--perfetto', '-o', out + '/p.json'],
     ['export', target, '--parquet', '-o', out + '/tables'], ['sql', out + '/t.jsonl', 'FROM runs'],
-    ['diff', target, '3', '9'], ['why', target], ['replay', target, '--at-time', '8.5'],
+    ['diff', target, '3', '9'], ['why', target], ['replay', target, '--at-time', '2.5'],
 ):
     code = run(arguments)
     assert code == 0, (arguments, code)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(run), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, str(target), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "r.html").stat().st_size > 50_000
