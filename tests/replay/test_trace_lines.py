@@ -53,13 +53,22 @@ def test_a_projection_begun_anywhere_says_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_it_remembers_what_is_alive(seed: int) -> None:
-    """At every offset the groups in memory are those of the state and those with attempts that still run."""
+    """At every offset: the groups of the state and those with attempts that still run; nothing that the state lacks."""
     projection, state = TraceProjection(), State()
-    for offset, event in enumerate(walked(seed).events):
+    events = walked(seed).events
+    for offset, event in enumerate(events):
         projection.feed(offset, event)
         fold_events([(offset, event)], state)
         assert set(projection._groups) == set(state.groups) | {key.group for key in state.zombies}
-        assert set(projection._cuts) == set(state.started)
+        begun = TraceProjection()
+        begun.begin_at(state, lambda at: events[at].t)
+        assert remembered(projection) == remembered(begun)
+
+
+def remembered(projection: TraceProjection) -> dict[str, Any]:
+    """All that it knows, without given-up groups."""
+    groups = {i: (g.prompt, g.siblings, g.sealed, g.running) for i, g in projection._groups.items() if not g.gone}
+    return vars(projection) | {"_groups": groups}
 
 
 def test_a_projection_in_a_journal_begins_at_an_image(tmp_path: Path) -> None:
