@@ -385,6 +385,19 @@ def test_a_zombie_is_fenced_and_not_read() -> None:
     assert third.incarnation == 3
 
 
+def test_a_zombie_does_not_get_as_far_as_destroying() -> None:
+    """What is called before rows, files or checkpoints go finds the newer incarnation, though nothing is pending."""
+    storage = SimStorage()
+    storage.enforce_locks = False
+    old = open_writer(storage, take_over=True)
+    old.append(Note(0))
+    old.sync_watermark()
+    new = open_writer(storage, take_over=True)
+    with pytest.raises(JournalFenced, match="taken over by process"):
+        old.sync_watermark()
+    new.close()
+
+
 def test_a_zombie_finds_out_at_its_heartbeat() -> None:
     """The old writer stops by itself within a heartbeat after a take-over."""
     storage = SimStorage()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.mutants.run import MutantError, run
+from tests.mutants.run import MutantError, page_rows, run
 
 
 def main() -> int:
@@ -19,7 +19,11 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", help="mutants whose FAMILY/NAME contains one of these (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
+    parser.add_argument("--rows", action="store_true", help="only print the table of docs/protocol.md")
     options = parser.parse_args()
+    if options.rows:
+        print("\n".join(page_rows()))
+        return 0
     try:
         return 1 if run(options.names, options.jobs) else 0
     except MutantError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -219,6 +220,21 @@ def table(results: Sequence[Result]) -> str:
         killed = sum(not r.problem for r in own)
         lines.append(f"{family:10}  {killed:3} of {len(own):3} killed  {sum(r.seconds for r in own):6.1f} s")
     return "\n".join(lines)
+
+
+def page_rows() -> list[str]:
+    """Of docs/protocol.md: the mutants of its rules, in their order, then the slips."""
+    rows: list[tuple[int, str]] = []
+    for mutant in all_mutants():
+        rule = re.match(r"Rule (\d+): (.*)", mutant.title)
+        if rule is None and mutant.family != "recovery":
+            continue
+        number, what = (int(rule[1]), rule[2]) if rule is not None else (99, mutant.title)
+        what = what[0].upper() + what[1:]
+        test = mutant.test.replace(f"[{mutant.name}]", "[…]")
+        shown = number if rule is not None else ""
+        rows.append((number, f"| {shown} | `{mutant.family}/{mutant.name}` | {what} | `{test}` |"))
+    return [row for _, row in sorted(rows)]
 
 
 def run(wanted: Sequence[str], jobs: int) -> int:

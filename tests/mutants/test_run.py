@@ -21,6 +21,7 @@ from tests.mutants.run import (
     choose,
     copy_of_the_code,
     load,
+    page_rows,
     patch,
     run_tests,
     verdict,
@@ -152,3 +153,20 @@ def test_every_rule_of_the_protocol_has_a_mutant() -> None:
     titles = [m.title for m in all_mutants()]
     missing = [rule for rule in range(1, 24) if not any(title.startswith(f"Rule {rule}:") for title in titles)]
     assert missing == []
+
+
+def test_the_page_of_the_protocol_names_every_mutant_of_it() -> None:
+    """Each with its rule and the test that notices; and none that is not there (``python -m tests.mutants --rows``)."""
+    lines = (ROOT / "docs" / "protocol.md").read_text().splitlines()
+    head = lines.index("| rule | mutation | what it does | killed by |")
+    end = lines.index("", head)
+    assert lines[head + 2 : end] == page_rows()
+    families = {m.family for m in all_mutants()}
+    named = {
+        word
+        for line in lines
+        for word in line.split("`")[1::2]
+        if word.partition("/")[0] in families and "." not in word
+    }
+    assert {f"recovery/{path.stem}" for path in (HERE / "recovery").glob("*.diff")} <= named
+    assert named <= {f"{m.family}/{m.name}" for m in all_mutants()}

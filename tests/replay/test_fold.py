@@ -8,7 +8,7 @@ import pytest
 from tests.replay.walk import Walk
 from unlost.replay import events as ev
 from unlost.replay.fold import FoldError, fold_events
-from unlost.replay.state import State
+from unlost.replay.state import POOL, State
 from unlost.replay.summary import prompt_sets
 from unlost.replay.transitions import TRANSITIONS, IllegalTransition, apply
 
@@ -36,6 +36,8 @@ def test_every_prompt_is_in_exactly_one_set_after_every_event(seed: int) -> None
             assert sets[name] == sorted(g for g, fate in walk.fates.items() if fate == name), name
         for name in ("discarded", "evicted"):
             assert sets[name] == sum(fate == name for fate in walk.fates.values())
+        pool = sorted(g.id for g in walk.state.groups.values() if g.status == POOL)
+        assert sorted([*walk.state.spares, *walk.state.requeued]) == pool, "nobody would take them out again"
         trained = {g for g, fate in walk.fates.items() if fate == "trained"}
         assert set(sets["trained"]) <= trained
         assert len(trained) == len(sets["trained"]) + sets["trained_retired"]
