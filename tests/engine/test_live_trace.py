@@ -107,6 +107,13 @@ def test_it_goes_on_after_any_byte(
 ) -> None:
     """A file that ends anywhere, in rubbish or not, becomes the whole trace; what is sound stays as it is."""
     monkeypatch.setattr(live_trace, "BLOCK_BYTES", block)
+    places, write = [], os.pwrite
+
+    def pwrite(file: int, data: bytes, place: int) -> int:
+        places.append(place)
+        return write(file, data, place)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
     path = tmp_path / TRACE_FILE
     chance = random.Random(block)
     some = [0, 1, len(whole) - 1, len(whole), *(chance.randrange(len(whole)) for _ in range(20))]
@@ -115,10 +122,12 @@ def test_it_goes_on_after_any_byte(
         path.write_bytes(whole[:cut] + rest)
         inode = path.stat().st_ino
         trace = tracing(run, path)
+        places.clear()
         assert trace.catch_up()
         trace._let_go()
         assert path.read_bytes() == whole, (cut, rest)
         assert path.stat().st_ino == inode
+        assert min(places, default=cut) == whole.rfind(b"\n", 0, cut) + 1
 
 
 def test_incarnations_without_a_trace_are_caught_up(run: Path, whole: bytes, tmp_path: Path) -> None:
