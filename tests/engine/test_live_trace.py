@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.sim_storage import SimCrash
 from tests.simulation.on_disk import to_disk
 from tests.simulation.world import EVENTS, Hooks, Incarnation, World, sim_config
 from tests.synthetic_run import Shape, SyntheticRun, write_journal
@@ -59,14 +60,31 @@ class Traced(Hooks):
         self.rounds += 1
 
 
+def die_before_a_sync(life: Incarnation, syncs: int) -> None:
+    """Die with events written and not yet synced, and that at the moment at which the trace has just had a round."""
+    storage, hooks, left = life.world.storage, life.world.hooks, [syncs]
+
+    def hook(op: str, path: str) -> None:
+        if op == "sync" and EVENTS in path:
+            left[0] -= 1
+            if left[0] == 0:
+                assert isinstance(hooks, Traced)
+                assert hooks.trace is not None
+                assert hooks.trace.catch_up()
+                life.die()
+                raise SimCrash("planned")
+
+    storage.hook = hook
+
+
 @pytest.mark.parametrize("power", ["drop", "tear", "keep"])
 def test_a_run_that_crashes_and_resumes(power: str, tmp_path: Path) -> None:
     """Never ahead of what a power cut leaves of the journal; in the end the trace is the export."""
     trace = tmp_path / TRACE_FILE
-    world = World(sim_config(grpo__max_steps=5, rollout_checkpointing__interval_s=0.7), hooks=Traced(trace))
+    world = World(sim_config(grpo__max_steps=10, rollout_checkpointing__interval_s=0.7), hooks=Traced(trace))
     chance = random.Random(7)
-    for number, kill_at_s in enumerate((1.73, 2.4, 0.2, 3.1)):
-        assert world.live(kill_at_s=kill_at_s).killed
+    for number, syncs in enumerate((45, 60, 4, 55)):
+        assert world.live(arrange=lambda life, left=syncs: die_before_a_sync(life, left)).killed
         world.storage.power_cut(chance, power)
         left = exported(to_disk(world, tmp_path / f"crash{number}"))
         assert left.startswith(trace.read_bytes())
@@ -116,7 +134,7 @@ def test_it_goes_on_after_any_byte(
     monkeypatch.setattr(os, "pwrite", pwrite)
     path = tmp_path / TRACE_FILE
     chance = random.Random(block)
-    some = [0, 1, len(whole) - 1, len(whole), *(chance.randrange(len(whole)) for _ in range(20))]
+    some = [0, 1, len(whole) - 1, len(whole), *(chance.randrange(len(whole)) for _ in range(14))]
     for number, cut in enumerate(some):
         rest = (b"", b"\0" * 5000, b'{"t":1', b"[]\n\n{}\n")[number % 4]
         path.write_bytes(whole[:cut] + rest)
