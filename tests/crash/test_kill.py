@@ -14,6 +14,7 @@ import pytest
 
 from tests.crash.harness import MOMENTS, Driver, sealed_twice, trained_prompts
 from unlost.journal import verify
+from unlost.replay.export import trace_of
 from unlost.replay.fold import fold_run
 from unlost.replay.state import State
 from unlost.replay.summary import prompt_sets
@@ -86,9 +87,12 @@ def uninterrupted(example: Path, tmp_path_factory: pytest.TempPathFactory) -> st
 def test_a_run_killed_at_five_moments_ends_as_if_it_had_not_been(
     turn: int, example: Path, uninterrupted: str, tmp_path: Path
 ) -> None:
-    """Kills while generating, putting rows, saving, between claim and apply, and restoring: same steps, same bits."""
+    """Kills while generating, putting rows, saving, between claim and apply, and restoring: same steps, same bits.
+
+    The live trace goes on after each, and ends as the export of the journal.
+    """
     run = tmp_path / "run"
-    driver = Driver(example / "config.yaml", run, (*OVERRIDES, f"run.dir={run}"))
+    driver = Driver(example / "config.yaml", run, (*OVERRIDES, f"run.dir={run}", "rollout_checkpointing.trace=true"))
     for moment in MOMENTS:
         state = driver.kill_at(moment)
         assert prompt_sets(state)["holds"], moment.name
@@ -97,6 +101,7 @@ def test_a_run_killed_at_five_moments_ends_as_if_it_had_not_been(
     assert driver.kills == [m.name for m in MOMENTS]
     assert state.incarnation == len(MOMENTS) + driver.missed + 1
     assert weights_digest(run, state) == uninterrupted
+    assert (run / "rollout_trace.jsonl").read_bytes() == b"".join(trace_of(run))
     if (record := os.environ.get("UNLOST_CRASH_RECORD")) is not None:
         with open(record, "a", encoding="utf-8") as file:
             file.write(f"{driver.kills} missed {driver.missed} incarnations {state.incarnation}\n")
