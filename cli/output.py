@@ -6,12 +6,15 @@ import logging
 import sys
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+PIPE_COLUMNS: Final = 1000
 
 
 class Format(StrEnum):
@@ -22,10 +25,12 @@ class Format(StrEnum):
 
 
 def console() -> Console:
-    """Standard output with styles when it is a terminal; lines are never cut when it is not."""
+    """Standard output with styles when it is a terminal; lines and columns are never cut when it is not."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(highlight=False, soft_wrap=True, width=PIPE_COLUMNS)
 
 
 class WarningLines(logging.Handler):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from unlost.engine.data_plane import DataPlaneLost, RowDamaged, checksum_of
+from unlost.engine.data_plane import DataPlaneLost, RowDamaged
 from unlost.engine.protocols import (
     AttemptRequest,
     CheckpointDamaged,
@@ -32,6 +32,7 @@ from unlost.engine.protocols import (
     WorkerLost,
     WorkerStats,
 )
+from unlost.engine.rows import checksum_of
 from unlost.engine.worker import WorkerCore
 from unlost.engine.worker_parts import WorkerOptions
 from unlost.journal.options import JournalOptions
@@ -481,7 +482,7 @@ class SimWorker:
         self._clock = clock
         self._start_seconds = start_seconds
         self._journal_options = journal_options or JournalOptions()
-        self._calls: set[asyncio.Future[Any]] = set()
+        self._calls: dict[asyncio.Future[Any], None] = {}  # in order: a set of futures goes by their addresses
         self._pump: asyncio.Task[None] | None = None
         self._busy = asyncio.Event()
 
@@ -568,7 +569,7 @@ class SimWorker:
         if not self.alive:
             call.cancel()
             raise WorkerLost(f"worker {self.worker_id} is dead")
-        self._calls.add(call)
+        self._calls[call] = None
         self._busy.set()
         try:
             return await call
@@ -577,7 +578,7 @@ class SimWorker:
                 raise
             raise WorkerLost(f"worker {self.worker_id} died") from None
         finally:
-            self._calls.discard(call)
+            self._calls.pop(call, None)
             if not call.done():
                 call.cancel()
 

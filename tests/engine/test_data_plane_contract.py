@@ -23,13 +23,9 @@ from unlost.engine.data_plane import (
     DataPlaneLost,
     RowDamaged,
     TransferQueueDataPlane,
-    checksum_of,
-    decode_row,
-    encode_row,
-    parse_row_key,
-    partition_of,
 )
 from unlost.engine.protocols import CheckpointDamaged, Row, SnapshotMismatch
+from unlost.engine.rows import checksum_of, decode_row, encode_row, parse_row_key, partition_of
 from unlost.replay.events import AttemptKey
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

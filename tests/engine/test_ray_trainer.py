@@ -21,11 +21,12 @@ from tests.engine.payload_samples import float32, int32
 from tests.engine.ray_samples import make_config, make_model
 from unlost.engine import ray_calls
 from unlost.engine.config_keys import Config, ModelConfig, TrainerConfig
-from unlost.engine.data_plane import TransferQueueDataPlane, checksum_of
+from unlost.engine.data_plane import TransferQueueDataPlane
 from unlost.engine.grpo import GrpoTrainer
 from unlost.engine.models import ModelFolderError
 from unlost.engine.protocols import CheckpointDamaged, Row, StepMismatch
 from unlost.engine.ray_trainer import RayTrainer, TrainerLost
+from unlost.engine.rows import checksum_of
 from unlost.replay.events import AttemptKey
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="package")]

@@ -17,11 +17,12 @@ import pytest_asyncio
 from tests.engine.ray_samples import make_config, make_model, prompt
 from unlost.engine import ray_worker
 from unlost.engine.config_keys import Config, RewardConfig, WorkersConfig
-from unlost.engine.data_plane import TransferQueueDataPlane, checksum_of
+from unlost.engine.data_plane import TransferQueueDataPlane
 from unlost.engine.deadline import DeadlineExceeded
 from unlost.engine.protocols import AttemptAborted, AttemptError, AttemptRequest, Prefix, WeightsRef, WorkerLost
 from unlost.engine.ray_worker import AnchoredClock, RayWorker, RayWorkerFactory
 from unlost.engine.rewards import RewardError
+from unlost.engine.rows import checksum_of
 from unlost.replay.events import AttemptKey
 from unlost.replay.payloads import PayloadStore
 

@@ -24,8 +24,8 @@ from tests.fakes import (
     sim_token,
 )
 from tests.sim_storage import Fault, SimFile, SimStorage
-from unlost.engine.data_plane import checksum_of
 from unlost.engine.protocols import AttemptAborted, AttemptError, AttemptRequest, Prefix, Prompt, WeightsRef, WorkerLost
+from unlost.engine.rows import checksum_of
 from unlost.engine.worker import WorkerCore
 from unlost.engine.worker_parts import ThreadedScore, WorkerOptions
 from unlost.journal import JournalOptions, JournalReader

@@ -127,7 +127,7 @@ def test_every_killing_test_exists() -> None:
         tree = ast.parse((ROOT / file).read_text())
         functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
         assert function in functions, mutant.name
-        words = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+        words = {str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant)}
         assert not case or case.removesuffix("]") in words, mutant.name
 
 
