@@ -119,7 +119,7 @@ def tracing(run: Path, path: Path, upto: int | None = None) -> LiveTrace:
     return LiveTrace(str(path), lambda: open_events(run), lambda: end)
 
 
-@pytest.mark.parametrize("block", [live_trace.BLOCK_BYTES, 61])
+@pytest.mark.parametrize("block", [live_trace.BLOCK_BYTES, 61], ids=["a usual block", "a small block"])
 def test_it_goes_on_after_any_byte(
     block: int, run: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
