@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.simulation.run import run_seed
 
+ROOT = Path(__file__).parents[2]
 FIXED = range(20)
 FRESH = int(os.environ.get("UNLOST_SIMULATION_SEEDS", "500"))
 SECONDS_PER_SEED_MAX = 60
@@ -54,6 +58,31 @@ def test_fixed_seeds_keep_every_promise(first: int) -> None:
 def test_seeds_that_once_broke_a_promise_keep_it(seed: int) -> None:
     """A snapshot's index outlived its rows; a worker died while its old payload segments were dropped."""
     run(seed)
+
+
+REPLAY = """
+import logging, socket, sys
+logging.disable(logging.CRITICAL)
+socket.gethostname = lambda: "h" * int(sys.argv[1])
+from tests.simulation.run import run_seed
+for seed in map(int, sys.argv[2:]):
+    report = run_seed(seed)
+    print(seed, report.lives, report.digest, sorted(report.events.items()), sorted(report.coverage.items()))
+"""
+
+
+@pytest.mark.slow
+def test_a_seed_reproduces_a_run_in_another_process() -> None:
+    """Not the order of addresses or hashes, the machine's name or anything else of the day goes in."""
+    seeds = ["12", "16", "17", "18", "46", "56", "70"]  # many workers die at once there, or the power fails early
+    runs = set()
+    for other in ("1", "20", "60"):
+        environment = os.environ | {"PYTHONHASHSEED": other}
+        command = [sys.executable, "-c", REPLAY, other, *seeds]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        runs.add(done.stdout)
+    assert len(runs) == 1
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.fakes import JournalClock, SimDataPlane, SimPlan, SimTrainer, SimWorker, VirtualLoop, sim_reward, write_files
 from tests.sim_storage import SimCrash, SimStorage
+from tests.simulation.machine import one_machine
 from unlost.engine.config import Config, build_config, recorded_settings
 from unlost.engine.controller import Identity, Parts, SingleController
 from unlost.engine.progress import Outcome, Progress, StopRequest
@@ -227,6 +228,7 @@ class World:
     def fold(self) -> State:
         return fold_reader(self.reader())
 
+    @one_machine()
     def live(
         self,
         *,
