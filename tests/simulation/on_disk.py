@@ -1,4 +1,7 @@
-"""Simulated runs as real run folders, for tests of commands; and back, to go on with them in virtual time."""
+"""Simulated runs as real run folders, for tests of commands; and back, to go on with them in virtual time.
+
+Locks stay behind: they name the machine that held them, and the simulated one is not this one.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import yaml
 
 from tests.simulation.world import World, write_files
 from unlost.engine.config import Config, dump_config
+from unlost.journal.lock import LOCK_NAME
 
 
 def to_disk(world: World, folder: Path) -> Path:
@@ -19,7 +23,7 @@ def to_disk(world: World, folder: Path) -> Path:
             continue
         target = folder / below
         target.mkdir(parents=True, exist_ok=True)
-        for name in world.storage.list_names(directory):
+        for name in set(world.storage.list_names(directory)) - {LOCK_NAME}:
             (target / name).write_bytes(world.storage.content(f"{directory}/{name}"))
     tree = yaml.safe_load(dump_config(world.config))
     tree["run"]["dir"] = str(folder)
@@ -35,5 +39,9 @@ def from_disk(folder: Path, config: Config, run_id: str = "sim") -> World:
         below = path.relative_to(folder)
         root = "/run" if below.parts[:1] == ("checkpoints",) else "run"
         directory = os.path.normpath(os.path.join(root, below))
-        write_files(world.storage, directory, {f.name: f.read_bytes() for f in path.iterdir() if f.is_file()})
+        write_files(
+            world.storage,
+            directory,
+            {f.name: f.read_bytes() for f in path.iterdir() if f.is_file() and f.name != LOCK_NAME},
+        )
     return world
