@@ -100,6 +100,7 @@ def _write_journal(target: Path, state: State, checkpoint: Checkpoint, run_id: s
     """One event: the state as it was, under a new run id, with this checkpoint as the only one to go back to."""
     state.run_id = run_id
     state.started = {checkpoint.id: state.started[checkpoint.id]}
+    _begin_branch(state, checkpoint.trainer_version)
     state.checkpoints = []
     state.floor = checkpoint.trainer_version
     state.ended = "forked"
@@ -107,6 +108,15 @@ def _write_journal(target: Path, state: State, checkpoint: Checkpoint, run_id: s
     with writer:
         writer.rotate(StateImage(state.t, msgspec.Raw(state.image())))
         writer.sync()
+
+
+def _begin_branch(state: State, version: int) -> None:
+    """As a rollback to ``version`` would: the old run went on, and what it did with later weights can be adopted.
+
+    Under its own branch the new run would call other weights by the same names (protocol rule 18).
+    """
+    state.branch_caps = [min(cap, version) for cap in state.branch_caps] + [version]
+    state.branch += 1
 
 
 def _write_config(source: Path, temporary: Path, target: Path) -> None:
