@@ -27,11 +27,13 @@ from ..replay.fold import EVENTS_FOLDER, fold_reader
 from ..replay.state import State
 from .config import Config, dump_config, recorded_settings, semantic_differences, semantic_fingerprint
 from .controller import Identity
+from .folders import sync_folder
 
 WEIGHTS_FOLDER = "weights"
 LOG_FILE = "run.log"
 LOCK_POLL_S = 0.2
 CONFIG_FILE = "config.yaml"
+CONFIG_TEMPORARY = "config.yaml.tmp"
 VERSIONS_OF = ("unlost", "ray", "torch", "transferqueue", "transformers", "msgspec", "zstandard")
 
 
@@ -83,7 +85,7 @@ def check_run(config: Config, fingerprints: Mapping[str, str]) -> State | None:
     events = run / EVENTS_FOLDER
     if not events.is_dir() or not any(name.endswith(".zst") for name in os.listdir(events)):
         foreign = (
-            sorted(set(os.listdir(run)) - {EVENTS_FOLDER, CONFIG_FILE, LOG_FILE, WEIGHTS_FOLDER})
+            sorted(set(os.listdir(run)) - {EVENTS_FOLDER, CONFIG_FILE, CONFIG_TEMPORARY, LOG_FILE, WEIGHTS_FOLDER})
             if run.is_dir()
             else []
         )
@@ -174,10 +176,18 @@ def open_run(config: Config, fingerprints: Mapping[str, str], *, take_over: bool
 
 
 def write_config(run: Path, config: Config) -> None:
-    """The resolved configuration beside the journal, replaced atomically."""
-    temporary = run / f"{CONFIG_FILE}.tmp"
-    temporary.write_text(dump_config(config), encoding="utf-8")
-    temporary.replace(run / CONFIG_FILE)
+    """The resolved configuration beside the journal, replaced atomically and durably: a power cut leaves one whole."""
+    temporary = run / CONFIG_TEMPORARY
+    try:
+        with temporary.open("wb") as file:
+            file.write(dump_config(config).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(run / CONFIG_FILE)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(str(run))
 
 
 def versions() -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from unlost.engine import runfolder
 from unlost.engine.config import Config, build_config
 from unlost.engine.runfolder import RunMismatch, check_free, check_run, open_run
 from unlost.journal.errors import JournalLocked
@@ -83,6 +85,29 @@ def test_what_differs_is_named_with_both_values(
     with pytest.raises(RunMismatch, match=named):
         check_run(config(tmp_path, **overrides), prints)
     assert check_run(config(tmp_path, grpo__learning_rate="1e-3", workers__count=3, grpo__max_steps=7), PRINTS)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "killed"])
+def test_a_first_start_that_ends_at_its_configuration_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A full disk while config.yaml is written, or a kill then, is no reason to refuse the folder ever after."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device") if call != "killed" else KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(*((runfolder.os, "fsync") if call == "fsync" else (Path, "replace")), fail)
+        with pytest.raises((OSError, KeyboardInterrupt)):
+            runfolder.write_config(_made(tmp_path / "run"), config(tmp_path))
+    assert (tmp_path / "run" / "config.yaml.tmp").exists() == (call == "killed")
+    start(tmp_path)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.yaml", "events"]
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def test_a_folder_that_is_no_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
