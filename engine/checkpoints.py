@@ -80,6 +80,14 @@ class Folders(Protocol):
         ...
 
 
+async def remove_or_leave(folders: Folders, path: str) -> None:
+    """Remove what nobody needs any more; where that fails, the run goes on, and the next time it is tried again."""
+    try:
+        await folders.remove_tree(path)
+    except OSError as error:
+        log.warning("%s stays behind: %s", path, error)
+
+
 class CheckpointLimit(UnlostError):
     """Too many checkpoints failed in a row."""
 
@@ -316,10 +324,7 @@ class Checkpointer:
         if not retryable:
             raise error
         self.failures_in_a_row += 1
-        try:
-            await self.folders.remove_tree(temporary)
-        except OSError as left:
-            log.warning("%s stays behind: %s", temporary, left)
+        await remove_or_leave(self.folders, temporary)
         if self.failures_in_a_row >= self.failures_max:
             raise CheckpointLimit(
                 f"{self.failures_in_a_row} checkpoints failed in a row, the last: {reason} "
@@ -333,7 +338,7 @@ class Checkpointer:
         for name in await self.folders.names(self.root):
             ours = name.startswith(("step_", "rollout_", TEMPORARY))
             if ours and name.removeprefix(TEMPORARY) not in keep:
-                await self.folders.remove_tree(f"{self.root}/{name}")
+                await remove_or_leave(self.folders, f"{self.root}/{name}")
 
     async def wait(self) -> None:
         """Until no checkpoint is in progress; raises what stopped it."""

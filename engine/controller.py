@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import platform
@@ -23,6 +24,7 @@ from ..replay.payloads import AttemptTail, PayloadStore
 from ..replay.state import State
 from .checkpoints import Checkpointer, Folders
 from .config_keys import Config
+from .dropped import is_filtered
 from .healing import HealingDataPlane, RestartableDataPlane
 from .ledger import EventWriter, Ledger
 from .progress import EXIT_CODES, REASON_FAILED, REASON_FINISHED, Outcome, Progress, StopRequest
@@ -227,6 +229,7 @@ class SingleController:
             parts.clock,
             resume_prefixes=config.async_rl.prefix == "resume",
             granularity=config.async_rl.recovery_granularity,
+            filtered=functools.partial(is_filtered, config),
             on_phase=lambda phase: self._say("restoring", f"restoring: {phase}"),
         )
         restored = await restorer.run(mode, self.workers.start)
@@ -323,9 +326,21 @@ class SingleController:
         await self._checkpoint_wait()
         state = self.state
         saved = max((c.trainer_version for c in state.checkpoints if c.kind == ev.CHECKPOINT_TRAINER), default=0)
-        if self.config.checkpointing.enabled and state.open_step < 0 and state.trainer_version > saved:
+        if self.config.checkpointing.enabled and state.trainer_version > saved:
+            self._let_go_of_claim()
             await self._checkpointer.begin(ev.CHECKPOINT_TRAINER)
             await self._checkpoint_wait()
+
+    def _let_go_of_claim(self) -> None:
+        """Groups claimed for a step that is not trained any more (streaming) go back, as a restore would do it.
+
+        A trainer checkpoint is not taken inside a step (protocol rules 11, 16).
+        """
+        state = self.state
+        if state.open_step >= 0:
+            version, groups = state.trainer_version, tuple(state.open_groups)
+            now = self.parts.clock.now_us()
+            self.ledger.record(ev.TrainerRolledBack(now, version, version, state.branch, groups))
 
     async def _asked_twice(self) -> None:
         while self.stop_request.level < 2:
@@ -344,7 +359,8 @@ class SingleController:
             return
         while not self.ledger.stopping:
             await self.parts.clock.sleep(interval)
-            await self._checkpointer.begin(ev.CHECKPOINT_ROLLOUT)
+            if not self.ledger.stopping:  # else it would stand in the way of the last trainer checkpoint
+                await self._checkpointer.begin(ev.CHECKPOINT_ROLLOUT)
 
     # --- telemetry ---------------------------------------------------------------------------------------------------
 
@@ -398,6 +414,7 @@ class SingleController:
 
     async def _end(self, reason: str, detail: str) -> Outcome:
         """Stop the workers (their tails become durable), write RunEnded durably, let go of everything."""
+        self.ledger.stop()  # after a failure too: what still runs must not try again on workers that stop
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.workers.stop(), STOP_WORKERS_S)
         try:

@@ -18,6 +18,13 @@ class RunFailed(UnlostError):
     """The run can't go on; the message says why and what to do."""
 
 
+def is_filtered(config: Config, group: Group) -> bool:
+    """Whether ``async_rl.group_filter`` refuses this complete group."""
+    if config.async_rl.group_filter != "zero_variance":
+        return False
+    return len({s.receipt.reward for s in group.siblings if s.receipt is not None}) <= 1
+
+
 def spare_for(state: State, config: Config, group: Group) -> int | None:
     """The spare that may take the place of ``group``; None if it has to be done without."""
     failure = config.rollout_failure

@@ -70,11 +70,22 @@ class HealingDataPlane:
         try:
             return await self.plane.save(directory)
         except DataPlaneLost as error:
+            if self.payloads is None:
+                raise
             await self.heal(before)
             raise OSError(f"the data plane was lost while its snapshot was written: {error}") from error
 
     async def load(self, directory: str, digests: Mapping[str, str]) -> None:
-        await self.plane.load(directory, digests)
+        """A snapshot goes into an empty service, so a loss meanwhile costs nothing: another one is started for it."""
+        for left in range(HEALS_MAX, -1, -1):
+            try:
+                await self.plane.load(directory, digests)
+                return
+            except DataPlaneLost as error:
+                if not left:
+                    raise
+                log.error("lost while a snapshot was loaded into it: %s", error)
+                await self.plane.restart()
 
     async def with_healing(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await ``call()``; after a loss or damaged rows mend and ask again, a few times at most.

@@ -48,6 +48,7 @@ class Ledger:
         self.clock = clock
         self.blocking = blocking
         self.late = 0
+        self.reopened: Callable[[int], None] | None = None  # is told of a group that left the buffer again
         self.changed = asyncio.Event()
         self.stopping = False
 
@@ -196,7 +197,10 @@ class Ledger:
         sibling = group.siblings[key.sibling]
         if sibling.status != SEALED or sibling.attempt != key.attempt or sibling.receipt is None:
             return False
+        committed = group.status == COMMITTED
         self._abandon(key, reason, sibling.receipt.tokens, 0)
+        if committed and self.reopened is not None:
+            self.reopened(key.group)
         return True
 
     def commit_group(self, group_id: int) -> bool:

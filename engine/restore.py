@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from ..journal.errors import UnlostError
 from ..replay import events as ev
 from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore, Tails
 from ..replay.plan import COUNTERS, RestorePlan, attempts_to_look_for, candidates, plan_restore
-from ..replay.state import COMMITTED, COMPLETE, SEALED, UNFINISHED, Checkpoint
+from ..replay.state import COMMITTED, COMPLETE, SEALED, UNFINISHED, Checkpoint, Group
 from ..replay.transitions import returned_groups
 from .checkpoints import DATA_PLANE_FOLDER, TRAINER_FOLDER, Folders, Manifest, name_of, read_manifest
 from .ledger import Ledger
@@ -62,6 +62,7 @@ class Restorer:
         *,
         resume_prefixes: bool,
         granularity: str,
+        filtered: Callable[[Group], bool] | None = None,
         on_phase: Callable[[str], None],
     ) -> None:
         self.ledger = ledger
@@ -75,6 +76,7 @@ class Restorer:
         self.clock = clock
         self.resume_prefixes = resume_prefixes
         self.granularity = granularity
+        self.filtered = filtered  # complete groups of which the rollout pump is to decide
         self.on_phase = on_phase
         self.timings: dict[str, float] = {}
         self._rows_put_back = 0
@@ -263,15 +265,33 @@ class Restorer:
         for key, reason in plan.lost:
             self.ledger.lose(key, reason)
         for group_id in list(state.complete):
-            self.ledger.commit_group(group_id)
+            if self.filtered is None or not self.filtered(state.groups[group_id]):
+                self.ledger.commit_group(group_id)
         if state.uncleared:
             record(ev.RowsCleared(now(), tuple(state.uncleared)))
         owned = {key for group in state.groups.values() for key in group.sealed_row_keys() if group.trained_step < 0}
-        strays = [key for key in await self.data_plane.inventory() if key not in owned]
+        inventory = await self.data_plane.inventory()
+        await self._put_back_lost(inventory)
+        strays = [key for key in inventory if key not in owned]
         if strays:
             await self.ledger.before_destructive(state.offset - 1)
             await self.data_plane.clear(strays)
         return len(strays)
+
+    async def _put_back_lost(self, inventory: Mapping[str, int]) -> None:
+        """Rows that went while others were put back: the data plane was lost, and mended from what the fold owned then.
+
+        That was without the groups that had yet to return and the siblings that had yet to be adopted. From the plan's
+        events on the fold owns them all, and a loss is mended whole.
+        """
+        for group in list(self.state.groups.values()):
+            for index, sibling in enumerate(group.siblings):
+                key, receipt = group.key(index), sibling.receipt
+                if group.trained_step >= 0 or sibling.status != SEALED or receipt is None:
+                    continue
+                if key.row_key() in inventory or await self._put_back(key, receipt):
+                    continue
+                self.ledger.lose(key, ev.ABANDON_PAYLOAD_LOST)
 
     def _adopt_checkpoint(self, checkpoint: Checkpoint | None) -> None:
         """A checkpoint that was published, but whose commit was never written down, is written down now."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from ..replay.state import SEALED, State
-from .checkpoints import Folders
+from .checkpoints import Folders, remove_or_leave
 from .protocols import WorkerLost
 from .workers import WorkerPool, payload_journal_name
+
+log = logging.getLogger(__name__)
 
 
 def payload_needs(state: State) -> tuple[dict[str, int], set[str]]:
@@ -41,7 +45,7 @@ async def prune_payloads(state: State, root: str, folders: Folders, workers: Wor
     for name in await folders.names(root):
         starting = name >= newest and name not in known  # a replacement that has not joined, or a successor's worker
         if name not in kept and not starting:
-            await folders.remove_tree(f"{root}/{name}")
+            await remove_or_leave(folders, f"{root}/{name}")
     for member in list(workers.members):
         name = member.handle.journal_name
         first = sealed.get(name)
@@ -50,3 +54,5 @@ async def prune_payloads(state: State, root: str, folders: Folders, workers: Wor
                 await member.handle.prune(first)
             except WorkerLost:  # it may die at any call; its journal is pruned once its groups are gone
                 await workers.lost(member)
+            except OSError as error:
+                log.warning("payload journal %s is not pruned this time: %s", name, error)

@@ -19,7 +19,7 @@ from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore
 from ..replay.plan import longest_tail
 from ..replay.state import COMPLETE, IDLE, UNFINISHED, Group
 from .config_keys import Config
-from .dropped import RunFailed, may_shrink, replacement, require_floor, spare_for, step_target
+from .dropped import RunFailed, is_filtered, may_shrink, replacement, require_floor, spare_for, step_target
 from .healing import HealingDataPlane
 from .ledger import Ledger
 from .protocols import (
@@ -91,6 +91,7 @@ class RolloutPump:
         """Relaunch what a restore left, then ordinary work, until the ledger stops."""
         state = self.state
         self._spawn(self._launcher())
+        self.ledger.reopened = self._launch
         for group_id in by_slot(state, [*state.complete, *state.unfinished]):
             self._launch(group_id)
         for admission_id in sorted(state.reserved):
@@ -342,14 +343,8 @@ class RolloutPump:
 
     def _commit(self, group: Group) -> None:
         """All rows are in the data plane: hand the group to the buffer, unless a filter refuses it."""
-        if not (self._filtered(group) and self._drop(group, ev.DISCARD_FILTERED, "zero variance")):
+        if not (is_filtered(self.config, group) and self._drop(group, ev.DISCARD_FILTERED, "zero variance")):
             self.ledger.commit_group(group.id)
-
-    def _filtered(self, group: Group) -> bool:
-        if self.config.async_rl.group_filter != "zero_variance":
-            return False
-        rewards = {s.receipt.reward for s in group.siblings if s.receipt is not None}
-        return len(rewards) <= 1
 
     def _prompt(self, group: Group) -> Prompt:
         prompt = self._rows.get(group.id)

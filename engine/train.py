@@ -19,6 +19,7 @@ from .workers import WorkerPool
 log = logging.getLogger(__name__)
 
 LOST_REPLIES_MAX = 3
+LAST_SAVE_AGAIN_S = 1.0
 
 
 class TrainPump:
@@ -165,9 +166,18 @@ class TrainPump:
         if not self._save_due:
             return
         if last:
-            await self.checkpointer.wait()
-        if await self.checkpointer.begin(ev.CHECKPOINT_TRAINER) is not None:
+            await self._save_last(self.checkpointer)
+        elif await self.checkpointer.begin(ev.CHECKPOINT_TRAINER) is not None:
             self._save_due = False
+
+    async def _save_last(self, checkpointer: Checkpointer) -> None:
+        """No later boundary makes up for this one: until it is published, or CheckpointLimit ends the run as failed."""
+        while True:
+            await checkpointer.wait()
+            saving = await checkpointer.begin(ev.CHECKPOINT_TRAINER)
+            if saving is not None and await saving:
+                return
+            await self.clock.sleep(LAST_SAVE_AGAIN_S)
 
     async def clear_rows(self) -> None:
         """Clear rows of groups that are trained or gone: event durable first, and never while a snapshot is written.
@@ -189,15 +199,15 @@ class TrainPump:
                 self.checkpointer.clears_deferred += len(ready)
                 await self.checkpointer.clears_may_run.wait()
                 continue
-            keys = [key for g in ready for key in state.uncleared[g]]
+            keys = [*late, *(key for g in ready for key in state.uncleared[g])]
+            late.clear()  # what comes from here on belongs to groups whose end may not be durable by then
             if ready:
-                offset = self.ledger.record(ev.RowsCleared(self.clock.now_us(), tuple(ready)))
-                await self.ledger.before_destructive(offset)
-            await self._clear([*keys, *late], late)
+                self.ledger.record(ev.RowsCleared(self.clock.now_us(), tuple(ready)))
+            await self.ledger.before_destructive(state.offset - 1)
+            await self._clear(keys)
 
-    async def _clear(self, keys: list[str], late: list[str]) -> None:
+    async def _clear(self, keys: list[str]) -> None:
         """Clear when no snapshot is being written; one that begins meanwhile waits for the end of the clear."""
-        late.clear()
         if self.checkpointer is None:
             await self.data_plane.clear(keys)
             return

@@ -25,6 +25,7 @@ from ..journal.errors import JournalError
 from ..journal.writer import JournalWriter
 from ..replay.events import FAIL_DATA, FAIL_INFRASTRUCTURE, AttemptKey, Receipt
 from ..replay.payloads import Payload, Span, checksum, progress_record, receipt_of, sealed_record
+from .data_plane import DataPlaneLost
 from .protocols import (
     AttemptAborted,
     AttemptError,
@@ -226,7 +227,10 @@ class WorkerCore:
     # --- an attempt -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: AttemptRequest) -> Receipt:
-        """Generate, score, seal. Raises AttemptError, AttemptAborted, or WorkerLost if the generator itself failed."""
+        """Generate, score, seal. Raises AttemptError, AttemptAborted, or WorkerLost if the generator itself failed.
+
+        DataPlaneLost under ``payloads: none``: the row can't be stored, nor can any other.
+        """
         key = request.key
         if key in self._attempts or self._stopping:
             raise AttemptError(FAIL_INFRASTRUCTURE, f"{key.row_key()} is already running, or the worker stops")
@@ -366,6 +370,8 @@ class WorkerCore:
         if self._journal is None:
             try:
                 await self._data_plane.put(row)
+            except DataPlaneLost:
+                raise  # no fault of this attempt, whose budget it must not cost: every other would meet it too
             except Exception as error:
                 raise AttemptError(FAIL_INFRASTRUCTURE, f"row not stored: {error}", payload.tokens) from error
             self._remember(row)

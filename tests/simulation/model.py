@@ -415,7 +415,9 @@ class Model:
             need(self.checkpoints[e.checkpoint][:2] == ("trainer", e.to_version), "rule 13", "another step's")
 
     def on_trainer_rolled_back(self, e: ev.TrainerRolledBack) -> None:
-        need(self.restoring and self.floor <= e.to_version <= self.version, "rule 15", f"to {e.to_version}")
+        claim_only = e.to_version == self.version  # an orderly stop lets go of a claim, no step is taken back
+        need(self.restoring or claim_only, "rule 13", "rolled back without a restore")
+        need(self.floor <= e.to_version <= self.version, "rule 15", f"to {e.to_version}")
         back = set(self.claimed) | {g for s, (_, gs) in self.applied.items() if s >= e.to_version for g in gs}
         need(set(e.groups) == back, "P5", f"{sorted(back ^ set(e.groups))} come back or stay by mistake")
         need(e.branch == self.branch + (e.to_version < self.version), "branch", f"{e.branch} after {self.branch}")

@@ -100,7 +100,7 @@ def arrange(case: Case, watch: Watch, life_number: int, crash: Crash) -> Any:
         for step in case.lose_replies if life_number == 0 else ():
             loop.call_later(0.3, lambda s=step: life.trainer.lose_reply_of.add(s) if life.trainer else None)
         for moment in case.lose_plane_s:
-            loop.call_later(moment, lambda: life.plane.lose() if life.plane and not watch.live.restoring else None)
+            loop.call_later(moment, lambda: life.plane.lose() if life.plane else None)
         if world.zombies:
             for number in range(6):
                 loop.call_later(0.2 + 0.4 * number, lambda: None if life.dead else world.shamble(0.3))
