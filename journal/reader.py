@@ -21,7 +21,7 @@ from .format import COMPAT_IMAGE, FrameHeader, segment_name, segment_offset
 from .frames import EventTypes, FrameOpener, PayloadError
 from .judge import Judged, judge_rest, judge_segment, raise_if_damaged
 from .scan import FrameWalk, Position, TornTail
-from .storage import RealStorage, Storage
+from .storage import RealStorage, Storage, StorageFile
 from .survey import SegmentFile, Survey, open_walk, survey
 
 E = TypeVar("E")
@@ -192,10 +192,7 @@ class JournalReader(Generic[E]):
         if index < 0:
             return
         segment = self._survey.chain[index]
-        try:
-            file, walk = open_walk(self._storage, segment, self.directory)
-        except FileNotFoundError as error:
-            raise JournalMissing(f"{segment.path}: gone since this reader looked; it may have been pruned") from error
+        file, walk = self._open_walk(segment)
         self._touched.add(segment.path)
         hint_segment, hint = self._hint
         if hint is not None and hint_segment == segment.first_offset and hint.offset <= start:
@@ -280,7 +277,10 @@ class JournalReader(Generic[E]):
         return events[offset - first]
 
     def _load(self, offset: int) -> None:
-        view = self._frame_of(offset)
+        try:
+            view = self._frame_of(offset)
+        except JournalMissing:  # the newest segment that this reader knew may be pruned by now
+            view = None
         if view is None:  # perhaps written since this reader looked
             self.refresh()
             self._index.clear()
@@ -303,7 +303,7 @@ class JournalReader(Generic[E]):
         at = bisect_right(offsets, offset) - 1
         if at < 0:
             return None
-        file, walk = open_walk(self._storage, segment, self.directory)
+        file, walk = self._open_walk(segment)
         try:
             header = walk.jump(bytes_[at], offsets[at])
             if header is None or offset >= header.next_offset:
@@ -314,6 +314,12 @@ class JournalReader(Generic[E]):
             return view
         finally:
             file.close()
+
+    def _open_walk(self, segment: SegmentFile) -> tuple[StorageFile, FrameWalk]:
+        try:
+            return open_walk(self._storage, segment, self.directory)
+        except FileNotFoundError as error:
+            raise JournalMissing(f"{segment.path}: gone since this reader looked; it may have been pruned") from error
 
     # ------------------------------------------------------------------ live
 

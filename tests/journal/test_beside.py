@@ -233,3 +233,31 @@ def test_a_tail_that_is_no_more_is_no_longer_told() -> None:
     reader.refresh()
     assert len(list(reader.events())) > 20
     assert reader.tail is None
+
+
+@pytest.mark.parametrize("seen", [1, 12, 40])
+@pytest.mark.parametrize("looked_up", [(), (0,), (0, 11), (11, 0)])
+@pytest.mark.parametrize("how", ["get", "get_many"])
+def test_segments_that_are_pruned_under_a_reader_hide_nothing_that_is_kept(
+    seen: int, looked_up: tuple[int, ...], how: str
+) -> None:
+    """However old the reader's view, and whatever it has read so far: a removed file is neither an I/O error, nor does
+    it make those events missing that came since."""
+    life = Life()
+    writer = life.open()
+    life.append(seen)
+    reader = JournalReader(DIRECTORY, KINDS, storage=life.storage)
+    for offset in looked_up:
+        if offset < seen:
+            reader.get(offset)
+    life.append(40 - seen)
+    report = writer.prune(30)
+    assert report.removed
+
+    def look(offset: int) -> Event:
+        return reader.get(offset) if how == "get" else reader.get_many([offset])[offset]
+
+    for offset in range(report.floor, 40):
+        assert look(offset) == Note(offset)
+    with pytest.raises(JournalMissing, match=r"no event 2: the journal holds \d+ to 39"):
+        look(2)
