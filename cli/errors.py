@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 
 
 class UsageFault(UnlostError):
     """What was asked for does not exist or does not fit; exit code 2."""
 
-    exit_code: Final = 2
+    exit_code = EXIT_USAGE
 
 
 class TrainUnavailable(UnlostError):

@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
 
         if debug or not isinstance(error, UnlostError):
             raise
-        return _complain(str(error), getattr(error, "exit_code", EXIT_FAILED))
+        return _complain(str(error), error.exit_code)
     return result if isinstance(result, int) else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -12,6 +12,8 @@ from .output import Format, print_fields, print_json
 
 if TYPE_CHECKING:
     from ..journal import RepairReport
+
+EVENTS_FOLDER: Final = "events"
 
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run's folder, or one journal's.", show_default=False)
@@ -21,12 +23,16 @@ RunArgument = Annotated[
 def repair(
     run: RunArgument,
     yes: Annotated[bool, typer.Option("--yes", help="Do it without asking.")] = False,
+    cut: Annotated[
+        bool, typer.Option("--cut", help="Cut also where `prune` could drop the damaged part and keep what follows.")
+    ] = False,
     take_over: Annotated[bool, typer.Option("--take-over", help="The holder on another machine is dead.")] = False,
     format: Annotated[Format, typer.Option(help="For people, or for programs.")] = Format.table,
 ) -> None:
     """Cut damaged journals back to their last good event. Says first what is given up; every old byte is copied aside.
 
-    A torn tail needs no repair: the next start cuts it. Exit code 1 if something stays damaged.
+    A torn tail needs no repair: the next start cuts it. Damage that lies before all that a restart needs is left to
+    `unlost prune`, which drops less. Exit code 1 if something stays damaged.
     """
     from ..journal import repair as repair_journal
     from ..journal import verify
@@ -36,9 +42,17 @@ def repair(
     reports: dict[str, RepairReport] = {}
     for name, folder in damaged.items():
         planned = repair_journal(folder, take_over=take_over)
+        before = None if cut else _prunable(folder, planned)
         if format is Format.table:
-            _show(name, planned)
-        if yes or (format is Format.table and sys.stdin.isatty() and typer.confirm("do it?", default=False)):
+            _show(name, planned, yes and before is None)
+        if before is not None:
+            print(
+                f"{name}: no restart needs the damaged part, so nothing is cut: `unlost prune {run} --before {before}` "
+                f"drops it and keeps every event from {before} on (--cut gives those up instead)",
+                file=sys.stderr,
+            )
+            reports[name] = planned
+        elif yes or (format is Format.table and sys.stdin.isatty() and typer.confirm("do it?", default=False)):
             reports[name] = repair_journal(folder, apply=True, take_over=take_over)
         else:
             reports[name] = planned
@@ -54,19 +68,41 @@ def repair(
         raise typer.Exit(1)
 
 
-def _show(name: str, report: RepairReport) -> None:
+def _prunable(folder: Path, report: RepairReport) -> int | None:
+    """The newest durable image, if it and all that follows can be read and the damage lies before it."""
+    from ..journal import JournalDamaged, JournalReader
+    from ..replay.events import EVENT_TYPES
+
+    if folder.name != EVENTS_FOLDER:
+        return None
+    try:
+        reader = JournalReader(folder, EVENT_TYPES)
+        image = reader.last_image(before=reader.watermark - 1) if reader.watermark else None
+        if image is None or image <= report.keep_until:
+            return None
+        for _ in reader.frames(image):
+            pass
+    except JournalDamaged:
+        return None
+    return image
+
+
+def _show(name: str, report: RepairReport, certain: bool) -> None:
     lost = "an unknown number of" if report.events_lost is None else str(report.events_lost)
+    will = "is" if certain else "would be"
     print_fields(
         [
             ("journal", name),
             ("damage", report.reason),
-            ("would be lost", f"{lost} events, from event {report.keep_until} on"),
-            ("would be cut", ", ".join(report.cut) or None),
-            ("would be removed", ", ".join(report.removed) or None),
+            (f"{will} lost", f"{lost} events, from event {report.keep_until} on"),
+            (f"{will} cut", ", ".join(report.cut) or None),
+            (f"{will} removed", ", ".join(report.removed) or None),
         ]
     )
     if name.startswith("payloads"):
         print("what these payloads held is generated again")
+    else:
+        print("steps trained and checkpoints made from there on are forgotten with it")
 
 
 def prune(
@@ -82,7 +118,7 @@ def prune(
     Refused if a restart would need what is asked for: it needs everything from the newest durable state image on.
     """
     from ..journal import prune as prune_journal
-    from ..replay.fold import EVENTS_FOLDER, open_events
+    from ..replay.fold import open_events
     from .errors import UsageFault
 
     reader = open_events(run)

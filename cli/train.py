@@ -14,7 +14,6 @@ import typer
 from .output import show_warnings
 
 if TYPE_CHECKING:
-    show_warnings()
     from ..engine.config import Config
     from ..engine.progress import Outcome, StopRequest
     from .progress_view import ProgressView

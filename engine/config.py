@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 from .config_checks import first_problem, oddities
 from .config_keys import FIXED, Config, Section, get_key
 
@@ -51,7 +51,7 @@ _S = TypeVar("_S", bound=Section)
 class ConfigError(UnlostError):
     """The configuration cannot be used; the message is one line naming source, key and remedy."""
 
-    exit_code = 2
+    exit_code = EXIT_USAGE
 
 
 class KeyInfo(msgspec.Struct, frozen=True):

@@ -71,12 +71,12 @@ def may_shrink(state: State, config: Config, step: int) -> bool:
     return step_target(state, config, step) - 1 >= floor_groups(config)
 
 
-def require_floor(state: State, config: Config, step: int) -> None:
-    """Raise RunFailed if one group less would put ``step`` below ``min_step_batch_fraction``."""
+def require_floor(state: State, config: Config, step: int, last: str) -> None:
+    """Raise RunFailed if one group less would put ``step`` below ``min_step_batch_fraction``; ``last``: the loss."""
     if not may_shrink(state, config, step):
         prompts, floor = config.grpo.num_prompts_per_step, floor_groups(config)
         lost = state.shortfall.get(step, 0) + 1
         raise RunFailed(
             f"step below floor: step {step} has lost {lost} of {prompts} groups, {prompts - lost} left, floor {floor} "
-            f"(rollout_failure.min_step_batch_fraction)"
+            f"(rollout_failure.min_step_batch_fraction); the last: {last}. See `unlost events RUN --kind AttemptFailed`"
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 from ..journal.writer import JournalWriter
 from ..replay.events import CHECKPOINT_TRAINER, EVENT_TYPES, StateImage
 from ..replay.fold import EVENTS_FOLDER, fold_run
@@ -29,6 +29,8 @@ from .runfolder import CONFIG_FILE
 
 class ForkRefused(UnlostError):
     """The fork can't be made; nothing was written."""
+
+    exit_code = EXIT_USAGE
 
 
 def fork_run(run_dir: str | Path, step: int, new_dir: str | Path) -> State:

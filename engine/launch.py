@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..replay.state import State
 from .actor import log_to, sampler_of
 from .config import ConfigError
 from .config_keys import Config
 from .models import model_fingerprint
-from .progress import EXIT_CODES, EXIT_FAILED, REASON_FAILED, Outcome, Progress, StopRequest
+from .progress import EXIT_CODES, EXIT_FAILED, REASON_FAILED, REASON_FINISHED, Outcome, Progress, StopRequest
 from .prompts import JsonlPrompts
+from .restore import RestoreRefused, check_restore
 from .rewards import load_reward
 from .runfolder import check_free, check_run
 
@@ -24,10 +26,14 @@ LEAVE_S = 30.0
 LOCK_WAIT_S = 10.0
 
 
-def preflight(config: Config, *, take_over: bool = False) -> dict[str, str]:
-    """Everything that can be found wrong before a process is started. Returns the fingerprints of data and model.
+def preflight(
+    config: Config, *, restore: str = "latest", take_over: bool = False
+) -> tuple[dict[str, str], State | None]:
+    """Everything that can be found wrong before a process is started.
 
-    Raises UnlostError: prompts, model folder, reward, sampler, a run folder that does not match or is in use.
+    Returns the fingerprints of data and model, and the state that the run goes on from (None: a new run). Raises
+    UnlostError: prompts, model folder, reward, sampler, a run folder that does not match or is in use, a checkpoint
+    that is not there.
     """
     prompts = JsonlPrompts(config.data.train, shuffle=config.data.shuffle, seed=config.data.seed)
     fingerprints = {"dataset": prompts.fingerprint, "model": model_fingerprint(config.model.path)}
@@ -35,10 +41,22 @@ def preflight(config: Config, *, take_over: bool = False) -> dict[str, str]:
     sampler_of(config)
     if config.data_plane.backend != "simple":
         raise ConfigError(f"data_plane.backend {config.data_plane.backend}: this release can only start `simple`")
-    check_run(config, fingerprints)
+    state = check_run(config, fingerprints)
+    if state is not None:
+        check_restore(state, restore)
+    elif restore not in ("latest", "none"):
+        raise RestoreRefused(f"--restore {restore}: {config.run_dir} has no run yet")
     if not take_over:
         check_free(config, LOCK_WAIT_S)
-    return fingerprints
+    return fingerprints, state
+
+
+def already_finished(config: Config, state: State | None) -> Outcome | None:
+    """The outcome of a run that has nothing left to do, else None."""
+    if state is None or state.ended != REASON_FINISHED or state.trainer_version < config.grpo.max_steps:
+        return None
+    detail = f"nothing to do: step {state.trainer_version} was the last; raise grpo.max_steps to go on"
+    return Outcome(reason=REASON_FINISHED, exit_code=EXIT_CODES[REASON_FINISHED], detail=detail, run_dir=config.run_dir)
 
 
 def run_training(
@@ -56,7 +74,9 @@ def run_training(
     from .cluster import Cluster
 
     stop = stop or StopRequest()
-    fingerprints = preflight(config, take_over=take_over)
+    fingerprints, state = preflight(config, restore=restore, take_over=take_over)
+    if restore == "latest" and (done := already_finished(config, state)) is not None:
+        return done
     Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     log_to(config.run_dir)
     on_progress(Progress(phase="starting", message="starting Ray"))

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,8 @@ _FINGERPRINT_SAMPLE_BYTES = 65536
 
 class ModelFolderError(UnlostError):
     """The model folder can't be used; the message names the folder, what is missing and the remedy."""
+
+    exit_code = EXIT_USAGE
 
 
 class PublishError(UnlostError):

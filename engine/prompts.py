@@ -22,13 +22,15 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 from ..replay.events import PromptRef
 from .protocols import Prompt
 
 
 class PromptFileError(UnlostError):
     """The prompt file can't be used; the message names file, line and remedy."""
+
+    exit_code = EXIT_USAGE
 
 
 class PromptChanged(UnlostError):

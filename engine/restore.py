@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 from ..replay import events as ev
 from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore, Tails
 from ..replay.plan import COUNTERS, RestorePlan, attempts_to_look_for, candidates, plan_restore
-from ..replay.state import COMMITTED, COMPLETE, SEALED, UNFINISHED, Checkpoint, Group
+from ..replay.state import COMMITTED, COMPLETE, SEALED, UNFINISHED, Checkpoint, Group, State
 from ..replay.transitions import returned_groups
 from .checkpoints import DATA_PLANE_FOLDER, TRAINER_FOLDER, Folders, Manifest, name_of, read_manifest
 from .ledger import Ledger
@@ -35,6 +35,8 @@ _T = TypeVar("_T")
 class RestoreRefused(UnlostError):
     """The run can't be restored as asked; nothing was changed."""
 
+    exit_code = EXIT_USAGE
+
 
 @dataclass(slots=True)
 class Restored:
@@ -44,6 +46,16 @@ class Restored:
     weights: WeightsRef
     counters: dict[str, int]
     timings: dict[str, float] = field(default_factory=dict)
+
+
+def check_restore(state: State, mode: str) -> None:
+    """Raise RestoreRefused if ``mode`` (latest, none, or a trainer version) names a checkpoint that does not exist."""
+    known = {str(c.trainer_version) for c in candidates(state)}
+    if mode not in ("latest", "none", *known) and not (mode == "0" and state.floor == 0):
+        have = ", ".join(sorted(known, key=int)) or "none"
+        raise RestoreRefused(
+            f"--restore {mode}: no checkpoint of that step in this history; there are: {have} (`unlost checkpoints`)"
+        )
 
 
 class Restorer:
@@ -149,16 +161,11 @@ class Restorer:
         return None
 
     def _wanted(self, mode: str) -> list[Checkpoint]:
+        check_restore(self.state, mode)
         known = candidates(self.state)
         if mode == "latest":
             return known
-        if mode == "none":
-            return []
-        matching = [c for c in known if str(c.trainer_version) == mode]
-        if not matching and not (mode == "0" and self.state.floor == 0):
-            have = ", ".join(str(c.trainer_version) for c in known) or "none"
-            raise RestoreRefused(f"--restore {mode}: no checkpoint of that step in this history; there are: {have}")
-        return matching
+        return [c for c in known if str(c.trainer_version) == mode]
 
     def _started(self, checkpoint: Checkpoint | None) -> None:
         version = self._version(checkpoint)

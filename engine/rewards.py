@@ -20,13 +20,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 from ..replay.events import FAIL_DATA
 from .protocols import AttemptError
 
 
 class RewardError(UnlostError):
     """The reward function can't be used; the message names it and the remedy."""
+
+    exit_code = EXIT_USAGE
 
 
 class Reward:

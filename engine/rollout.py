@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 
 SUSPECT_LOSSES = 2
+CAUSE_LENGTH = 300
 """Lost workers after which a prompt is tried alone: who ran beside the one that kills must not be blamed with it."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -298,7 +299,7 @@ class RolloutPump:
             receipt = await worker.handle.generate(request)
         except AttemptError as error:
             if self.ledger.fail(key, error.kind, error.cause, error.tokens):
-                await self._after_failure(key.group)
+                await self._after_failure(key.group, error.cause)
             return
         except AttemptAborted as aborted:
             self.ledger.abandon(key, self.workers.abort_reason(key), aborted.tokens, aborted.durable)
@@ -401,22 +402,24 @@ class RolloutPump:
         if tries:
             await self.clock.sleep(min(failure.backoff_base_s * 2 ** (tries - 1), failure.max_backoff_s))
 
-    async def _after_failure(self, group_id: int) -> None:
+    async def _after_failure(self, group_id: int, cause: str) -> None:
         group = self.state.groups.get(group_id)
         if group is None:
             return
-        failure = self.config.rollout_failure
+        failure, last = self.config.rollout_failure, " ".join(cause.split())[:CAUSE_LENGTH]
         if group.data_failures >= failure.max_data_attempts_per_prompt:
-            self._give_up(group, ev.DISCARD_DROPPED, f"{group.data_failures} attempts failed on its data")
+            why = f"{group.data_failures} attempts failed on its data, the last: {last}"
+            self._give_up(group, ev.DISCARD_DROPPED, why)
         elif group.infra_failures >= failure.max_infra_attempts_per_prompt:
-            self._give_up(group, ev.DISCARD_DROPPED, f"{group.infra_failures} attempts failed on infrastructure")
+            why = f"{group.infra_failures} attempts failed on infrastructure, the last: {last}"
+            self._give_up(group, ev.DISCARD_DROPPED, why)
 
     def _give_up(self, group: Group, reason: str, detail: str) -> None:
         """A prompt that can't be worked off leaves, within the run's budget for that. Raises RunFailed beyond it."""
         state, failure = self.state, self.config.rollout_failure
-        log.error("prompt %s (group %d) given up: %s", group.prompt.sample_id, group.id, detail)
         if not self._drop(group, reason, detail):
-            require_floor(state, self.config, group.target_step)
+            require_floor(state, self.config, group.target_step, f"prompt {group.prompt.sample_id}: {detail}")
+        log.error("prompt %s (group %d) given up: %s", group.prompt.sample_id, group.id, detail)
         given_up = state.counters.get("prompts_given_up", 0)
         if given_up > failure.max_skipped_prompts:
             raise RunFailed(

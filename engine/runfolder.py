@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ..journal.clock import SystemClock
-from ..journal.errors import JournalMissing, UnlostError
+from ..journal.errors import EXIT_USAGE, JournalMissing, UnlostError
 from ..journal.lock import LOCK_NAME, DirectoryLock
 from ..journal.reader import JournalReader
 from ..journal.storage import RealStorage
@@ -39,6 +39,8 @@ VERSIONS_OF = ("unlost", "ray", "torch", "transferqueue", "transformers", "msgsp
 
 class RunMismatch(UnlostError):
     """The folder holds a run that this configuration does not continue."""
+
+    exit_code = EXIT_USAGE
 
 
 class RunClock:

@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 from ..replay.state import Group, State
 
 
 class SamplerError(UnlostError):
     """A sampler that can't be used, or was used against its rules."""
+
+    exit_code = EXIT_USAGE
 
 
 class Sampler(ABC):

@@ -5,9 +5,16 @@ Every message names the file, the place in it and what to do next.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
 
 class UnlostError(Exception):
-    """Root of every error that unlost raises on purpose."""
+    """Root of every error that unlost raises on purpose. ``exit_code``: of a command that ends with it."""
+
+    exit_code: ClassVar[int] = EXIT_FAILED
 
 
 class JournalError(UnlostError):
@@ -66,6 +73,8 @@ class JournalUnsupported(JournalError):
 
 class JournalMissing(JournalError):
     """There is no journal here, or the offset asked for is below its floor or beyond its end."""
+
+    exit_code = EXIT_USAGE
 
 
 class JournalOverrun(JournalError):

@@ -13,7 +13,7 @@ from typing import IO, Any, Final
 
 import msgspec
 
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 from .database import Database, open_database
 from .events import Event, StateImage
 from .fold import open_events
@@ -26,6 +26,8 @@ EXPORTED: Final = tuple(name for name in documented() if name not in ("trace_lin
 
 class ExportError(UnlostError):
     """The target can't be written to, or lies in the run."""
+
+    exit_code = EXIT_USAGE
 
 
 def check_target(run: str | Path, target: str | Path) -> None:

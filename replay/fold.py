@@ -67,7 +67,7 @@ def fold_run(run_dir: str | Path, at: int | None = None, storage: Storage | None
     """The state of a run after offset ``at`` (default: after its last readable event)."""
     reader = open_events(run_dir, storage)
     if at is not None and not reader.first_offset <= at < reader.end_offset:
-        raise FoldError(
+        raise JournalMissing(
             f"{run_dir}: offset {at} is not in the journal; it holds {reader.first_offset}..{reader.end_offset - 1}"
         )
     return fold_reader(reader, at)

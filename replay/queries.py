@@ -9,13 +9,13 @@ from __future__ import annotations
 import difflib
 from typing import Final, NamedTuple
 
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 
 
 class UnknownQuery(UnlostError):
     """No question of that name; the message names the nearest."""
 
-    exit_code = 2
+    exit_code = EXIT_USAGE
 
 
 class Query(NamedTuple):
@@ -150,11 +150,12 @@ FROM waits GROUP BY ALL ORDER BY ALL""",
         "reuse",
         "What did each restart keep?",
         """WITH ran AS (
-    SELECT i.run, i.incarnation, count(a.attempt) AS running, count(a.attempt) FILTER (a.adopted) AS adopted,
+    SELECT o.run, o.restarted_as, count(a.attempt) AS running, count(a.attempt) FILTER (a.adopted) AS adopted,
            count(a.attempt) FILTER (a.next_prefix > 0) AS resumed, coalesce(sum(a.next_prefix), 0) AS prefix_tokens_reused,
            coalesce(sum(a.thrown_tokens), 0) AS tokens_thrown
-    FROM incarnations i LEFT JOIN attempts a ON a.run = i.run AND a.incarnation = i.incarnation AND a.killed
-    WHERE i.status = 'killed' GROUP BY ALL
+    FROM outages o LEFT JOIN attempts a ON a.run = o.run AND a.incarnation = o.incarnation
+        AND (a.killed OR a.reason = 'stopped')
+    GROUP BY ALL
 )
 SELECT r.run, r.incarnation AS restarted_as, ran.running AS running_at_death, ran.adopted, ran.resumed,
        ran.prefix_tokens_reused, ran.tokens_thrown,
@@ -162,10 +163,10 @@ SELECT r.run, r.incarnation AS restarted_as, ran.running AS running_at_death, ra
        (r.counters->>'$.groups_rolled_back')::BIGINT AS groups_rolled_back
 FROM restores r
 LEFT JOIN restore_finds f ON f.run = r.run AND f.incarnation = r.incarnation
-LEFT JOIN incarnations i ON i.run = r.run AND i.incarnation = r.incarnation
-LEFT JOIN incarnations b ON b.run = r.run AND b.next_offset = i.first_offset
-LEFT JOIN ran ON ran.run = r.run AND ran.incarnation = b.incarnation
+LEFT JOIN ran ON ran.run = r.run AND ran.restarted_as = r.incarnation
 WHERE r.completed_offset IS NOT NULL ORDER BY r.run, r.started_offset""",
+        "running_at_death: cut off by a kill or an orderly stop. A start that ended before its restore was complete hands "
+        "them on to the next one.",
     ),
     Query(
         "snapshot-intervals",

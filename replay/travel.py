@@ -6,7 +6,7 @@ import datetime as dt
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ..journal.errors import UnlostError
+from ..journal.errors import EXIT_USAGE, UnlostError
 from .events import RunStarted
 from .state import Group, GroupStatus, SiblingStatus, State
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 class NoSuchMoment(UnlostError):
     """The journal holds no event there; the message says what it holds."""
+
+    exit_code = EXIT_USAGE
 
 
 def offset_at_time(reader: JournalReader[Event], moment: str) -> int:

@@ -84,7 +84,7 @@ def test_sql_errors_are_one_line(capsys, told, tmp_path):
         ["sql", told, f"COPY runs TO '{tmp_path / 'x.csv'}'"],
     ):
         code, out, err = command(capsys, *arguments)
-        assert (code, out) == (1, "")
+        assert (code, out) == (2, "")
         assert err.count("\n") == 1
         assert err.startswith("unlost: ")
     assert command(capsys, "sql")[0] == 2
@@ -158,7 +158,7 @@ def test_report_in_the_terminal_and_as_a_page(capsys, told, tmp_path):
     assert "MB" in err
     assert (tmp_path / "r.html").read_text().startswith("<!DOCTYPE html>")
     code, _, err = command(capsys, "report", told, "--html", told / "r.html")
-    assert code == 1
+    assert code == 2
     assert "only read" in err
 
 
@@ -201,7 +201,7 @@ def test_the_life_of_a_group(capsys, told):
     _, out, _ = command(capsys, "replay", told, "--group", 1)
     assert any(line.startswith("40 55.000 +54.000 GroupEvicted") or "GroupEvicted" in line for line in squeezed(out))
     code, _, err = command(capsys, "replay", told, "--group", 99)
-    assert code == 1
+    assert code == 2
     assert "group 99" in err
 
 
@@ -217,7 +217,7 @@ def test_diff(capsys, told):
     assert "dispatched idle 2" in lines
     _, out, _ = command(capsys, "diff", told, kill, done, "--format", "json")
     assert json.loads(out)["changed"]["branch"] == {"from": 0, "to": 1}
-    assert command(capsys, "diff", told, 0, 10_000)[0] == 1
+    assert command(capsys, "diff", told, 0, 10_000)[0] == 2
 
 
 def test_why(capsys, told):

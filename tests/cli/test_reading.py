@@ -83,7 +83,7 @@ def test_replay_past_the_end_says_what_there_is(capsys, run_folder, offset):
     """One line, exit code 1, with the offsets that exist."""
     code, out, err = command(capsys, "replay", run_folder, "--at", offset)
 
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert f"offset {offset}" in err
     assert f"0..{len(STORY) - 1}" in err
@@ -258,7 +258,7 @@ def test_not_a_run(capsys, tmp_path, name):
     for folder in (tmp_path, tmp_path / "absent"):
         code, out, err = command(capsys, name, folder)
 
-        assert (code, out) == (1, "")
+        assert (code, out) == (2, "")
         assert str(folder) in err
         assert err.count("\n") == 1
     assert os.listdir(tmp_path) == []

@@ -96,10 +96,10 @@ def test_a_fork_begins_at_the_checkpoint_and_trains_on(
 
 def test_a_fork_refuses_what_it_can_not_do(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step without a checkpoint, and a target that is not empty, are one-line errors."""
-    assert unlost(["fork", str(folder), str(tmp_path / "new"), "--at-step", "19"]) == 1
+    assert unlost(["fork", str(folder), str(tmp_path / "new"), "--at-step", "19"]) == 2
     assert "no checkpoint of step 19" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-    assert unlost(["fork", str(folder), str(folder), "--at-step", "2"]) == 1
+    assert unlost(["fork", str(folder), str(folder), "--at-step", "2"]) == 2
     assert "not empty" in capsys.readouterr().err
 
 
@@ -140,3 +140,32 @@ def test_repair_copies_aside_cuts_and_says_what_is_lost(folder: Path, capsys: py
     assert bytes(data)[-200:] in b"".join(files_of(folder).values())
     assert unlost(["verify", str(folder)]) == 0
     assert fold_run(folder).summary()["prompts"]["holds"]
+
+
+def test_repair_leaves_to_prune_what_no_restart_needs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage before the newest image: cutting would give up all that came after it. Only --cut does that."""
+    state = fold_run(folder).image()
+    segment = min((folder / "events").glob("*.zst"))
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(data)
+    before = files_of(folder)
+    for more in ([], ["--yes"]):
+        assert unlost(["repair", str(folder), *more]) == 1
+        said = capsys.readouterr()
+        assert "unlost prune" in said.err
+        assert files_of(folder) == before
+    assert unlost(["prune", str(folder), "--yes"]) == 0
+    assert verify(folder / "events").ok
+    assert fold_run(folder).image() == state
+
+
+def test_repair_cuts_what_prune_could_drop_when_told_to(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--cut: the steps after the damage are gone, and the old bytes are beside."""
+    segment = min((folder / "events").glob("*.zst"))
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(data)
+    assert unlost(["repair", str(folder), "--yes", "--cut"]) == 0
+    assert "steps trained and checkpoints made from there on are forgotten" in capsys.readouterr().out
+    assert verify(folder / "events").ok
