@@ -143,7 +143,10 @@ def _show(folder: Path) -> None:
 
     print("\n[4] what it came to, from the journal\n", flush=True)
     print_figures(found, final, config.journal.progress_interval_tokens)
-    print(f"\nlook closer: unlost replay {run}; unlost events {run}; unlost verify {run}")
+    command = shutil.which("unlost") or f"{Path(sys.executable).parent / 'unlost'}"
+    print(
+        f"\nlook closer:\n    {command} replay {run}\n    {command} report {run} --html report.html\n    {command} why {run}"
+    )
     wrong = problems(death, final, found)
     if wrong:
         raise DemoFailed("; ".join(wrong))

@@ -37,11 +37,11 @@ class Owned:
 
 def owned(state: State) -> Owned:
     """Count who owns what in a folded state; ``sealed`` are the (group, sibling) that must never be generated again."""
-    from ..replay.state import COMMITTED, COMPLETE, DISPATCHED, SEALED, UNFINISHED
+    from ..replay.state import COMMITTED, COMPLETE, DISPATCHED, RESERVED, SEALED, UNFINISHED
 
     prompts = state.summary()["prompts"]
     versions = [c.trainer_version for c in state.checkpoints if c.committed and c.kind == "trainer"]
-    alive = [g for g in state.groups.values() if g.status == UNFINISHED]
+    alive = [g for g in state.groups.values() if g.status in (RESERVED, UNFINISHED)]
     states = Counter(sibling.status for group in alive for sibling in group.siblings)
     sealed = {(g.id, i) for g in state.groups.values() for i, s in enumerate(g.siblings) if s.status == SEALED}
     receipts = [s.receipt for g in alive for s in g.siblings if s.status == SEALED and s.receipt is not None]

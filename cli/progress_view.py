@@ -17,6 +17,8 @@ _PLAIN_INTERVAL_S: Final = 10.0
 
 def describe(progress: Progress) -> str:
     """Step, reward, what is in flight and buffered, speed, and how far the disk is behind."""
+    if not progress.max_steps:  # nothing is known yet
+        return f"[{progress.phase}]"
     reward = "-" if progress.reward_mean is None else f"{progress.reward_mean:.3f}"
     parts = [
         f"step {progress.step}/{progress.max_steps}",

@@ -233,7 +233,7 @@ class SingleController:
             on_phase=lambda phase: self._say("restoring", f"restoring: {phase}"),
         )
         restored = await restorer.run(mode, self.workers.start)
-        self._say("restoring", "restored: " + ", ".join(f"{k} {v}" for k, v in restored.counters.items() if v))
+        self._say("restoring", restored.told())
         return dict(restored.prefixes)
 
     def _make_checkpointer(self) -> Checkpointer:

@@ -47,6 +47,11 @@ class Restored:
     counters: dict[str, int]
     timings: dict[str, float] = field(default_factory=dict)
 
+    def told(self) -> str:
+        """The counters in one line of words."""
+        found = [f"{value} {name.replace('_', ' ')}" for name, value in self.counters.items() if value]
+        return "restored: " + (", ".join(found) or "nothing was in flight")
+
 
 def check_restore(state: State, mode: str) -> None:
     """Raise RestoreRefused if ``mode`` (latest, none, or a trainer version) names a checkpoint that does not exist."""
