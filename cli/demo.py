@@ -144,9 +144,7 @@ def _show(folder: Path) -> None:
     print("\n[4] what it came to, from the journal\n", flush=True)
     print_figures(found, final, config.journal.progress_interval_tokens)
     command = shutil.which("unlost") or f"{Path(sys.executable).parent / 'unlost'}"
-    print(
-        f"\nlook closer:\n    {command} replay {run}\n    {command} report {run} --html report.html\n    {command} why {run}"
-    )
+    print(f"\nlook closer:\n    {command} replay {run}\n    {command} report {run} --html report.html")
     wrong = problems(death, final, found)
     if wrong:
         raise DemoFailed("; ".join(wrong))
