@@ -29,7 +29,9 @@ unlost sql runs/a rollout_trace.jsonl.gz "SELECT run, class, sum(seconds) FROM l
 * A number that a kill made unknowable is a pair: what is certain, and `..._max`, an upper bound (`NULL`: there is
   none). A killed attempt ran at least until its controller's last durable event and at most until the next start. The
   tokens that nobody could tell of are at most two chunks of `journal.progress_interval_tokens` per attempt, as long
-  as the payload journal's storage keeps up.
+  as the payload journal's storage keeps up, and never more than `generation.max_new_tokens` leaves room for. When a
+  controller died is not known better: after its last durable event nothing of it is in the journal until the next
+  start, so the upper bound of seconds grows with the time that nobody restarted the run.
 * Seconds that an attempt took over with a reused prefix go with its tokens: if they are thrown away later, they count
   there.
 * A trace has no tokens unless it was written by unlost; then they are `NULL`, not 0.

@@ -25,8 +25,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from ..journal.errors import JournalDamaged, JournalMissing, UnlostError
+from ..journal.errors import EXIT_USAGE, JournalDamaged, JournalMissing, UnlostError
 from . import parts as loading
+from .bounds import INTERVAL_KEY, RESPONSE_KEY, Unheard, unheard
 from .columns import EVENT_TABLES, table_columns
 from .database_cache import CACHE_FROM_EVENTS, cache_file, keep
 from .fold import EVENTS_FOLDER, open_events
@@ -47,9 +48,13 @@ _SMALL_FILES_BYTES: Final = 20 << 20
 class SqlError(UnlostError):
     """A query that DuckDB refuses, in its words."""
 
+    exit_code = EXIT_USAGE
+
 
 class SourceError(UnlostError):
     """A source that is none: absent, or neither a run, a segment nor a trace."""
+
+    exit_code = EXIT_USAGE
 
 
 @dataclass(slots=True)
@@ -380,10 +385,10 @@ def _create_raw(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]
 
 def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
     connection.execute("CREATE TABLE sources (run run_name, path VARCHAR, kind VARCHAR)")
-    connection.execute("CREATE TABLE chunks (run run_name, tokens BIGINT)")
+    connection.execute("CREATE TABLE bounds (run run_name, chunks BIGINT, response BIGINT)")
     for source in sources:
         connection.execute("INSERT INTO sources VALUES (?, ?, ?)", [source.run, source.path, source.kind])
-        connection.execute("INSERT INTO chunks VALUES (?, ?)", [source.run, _chunk_tokens(connection, source)])
+        connection.execute("INSERT INTO bounds VALUES (?, ?, ?)", [source.run, *_unheard(connection, source)])
     connection.execute(f"CREATE MACRO life_of(r, o) AS {_life_expression(connection)}")
     sections = dict(view_sections())
     connection.execute(sections.pop("attempt_rows"))
@@ -436,21 +441,20 @@ def view_sections() -> list[tuple[str, str]]:
     return list(zip(found[::2], found[1::2], strict=True))
 
 
-def _chunk_tokens(connection: duckdb.DuckDBPyConnection, source: Source) -> int | None:
-    """At most so many tokens of an attempt were not durable: one chunk being gathered and one being written."""
+def _unheard(connection: duckdb.DuckDBPyConnection, source: Source) -> Unheard:
+    """From the recorded settings; what an older journal does not record, from the run's config.yaml."""
     import msgspec
 
-    key = "journal.progress_interval_tokens"
     started = connection.execute("SELECT DISTINCT settings FROM raw.run_started WHERE run = ?", [source.run]).fetchall()
-    chunks = [chunk for row in started if isinstance(chunk := msgspec.json.decode(row[0]).get(key), int)]
-    if chunks:  # it may change at a restart: the largest bounds them all
-        return 2 * max(chunks)
+    recorded = unheard(msgspec.json.decode(row[0]) for row in started)
     config = Path(source.path) / "config.yaml"
-    if source.kind == "run" and config.is_file():
-        import yaml
+    if None not in recorded or source.kind != "run" or not config.is_file():
+        return recorded
+    import yaml
 
-        with contextlib.suppress(OSError, yaml.YAMLError, AttributeError):
-            chunk = (yaml.safe_load(config.read_text(encoding="utf-8")).get("journal") or {}).get(key.split(".")[1])
-            if isinstance(chunk, int):
-                return 2 * chunk
-    return None
+    keys: dict[str, Any] = {}
+    with contextlib.suppress(OSError, yaml.YAMLError, AttributeError):
+        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+        keys = {key: (tree.get(key.split(".")[0]) or {}).get(key.split(".")[1]) for key in (INTERVAL_KEY, RESPONSE_KEY)}
+    configured = unheard([keys])
+    return Unheard(*(mine if mine is not None else other for mine, other in zip(recorded, configured, strict=True)))

@@ -27,6 +27,7 @@ def gather(database: Database, run: str) -> dict[str, Any]:
         "notes": list(database.notes),
         "incarnations": reading.all("SELECT * FROM incarnations WHERE run = $run ORDER BY life"),
         "restores": reading.named("restores"),
+        "outages": reading.all("SELECT * FROM outages WHERE run = $run ORDER BY life"),
         "reuse": reading.named("reuse"),
         "reconcile": reading.named("reconcile"),
         "losses": reading.named("thrown-away"),
@@ -254,6 +255,12 @@ def summary(data: dict[str, Any]) -> list[str]:
         f"{_count(about['events'], 'event')} in {_duration((about['last_event_s'] or 0) - (about['started_s'] or 0))}; "
         f"{_count(openings, 'incarnation')}, {_count(kills, 'kill')}; the last {state}."
     )
+    vain = sum(row["starts"] - (row["next_life"] is not None) for row in data["outages"])
+    if vain:
+        said.append(
+            f"{_count(vain, 'start')} ended before {'its restore was' if vain == 1 else 'their restores were'} "
+            f"complete: what was cut off before is counted with the restore that took it over."
+        )
     said.append(
         f"{_count(about['steps'] or 0, 'step')} stand, {about['steps_rolled_back'] or 0} were undone by restores; "
         f"{_count(about['groups_trained'] or 0, 'prompt')} trained, none twice."

@@ -108,6 +108,7 @@ attempts: One row per attempt at a sibling. Tokens include the reused prefix unl
   new_tokens: of these, made by this attempt
   kept_tokens: of these, sealed, continued by the next attempt, or durable and waiting for it
   thrown_tokens: of these, thrown away when it ended
+  hidden_max: tokens beyond these that it had made and no event tells of, at most; NULL if the settings are not known
   fate: what became of the kept ones: trained, buffered, partial (sealed, siblings are not), continued, prefix (durable, waiting), in_flight, discarded, evicted
   next_prefix: tokens that the next attempt reused
   reward: of a sealed one
@@ -169,15 +170,33 @@ restores: One row per restore that was begun.
   name: folder of it
   from_version: trainer version in the journal
   to_version: trainer version restored
-  before: status of the opening before: killed or ended
+  after: opening that worked last, whose attempts it takes over; starts that came to nothing lie between
+  before: status of that opening: killed or ended
   before_ended: reason of its orderly end
-  died_min_s: the opening before still lived
-  died_max_s: the opening before was dead
-  first_dispatch_s: first attempt after the restore
+  died_min_s: that opening still lived
+  died_max_s: that opening was dead
+  starts: openings since then, this one included; NULL if this restore was not the one that led to work
+  kills: of that opening and of those between, how many were killed; NULL likewise
+  first_dispatch_s: first attempt after the restore, in its opening
   first_claim_offset: first claim after the restore
   first_offset: first event of the opening
   counters: JSON, all restore counters
   timings: JSON, seconds by phase
+
+outages: One row per time without work: from the end of an opening that worked to the next one that did. Starts that ended before their restore was complete lie inside.
+  life: number of the opening that ended, in the order of opening
+  incarnation: the number that it carries
+  status: killed or ended
+  ended: reason of its orderly end
+  next_offset: first event of the next start
+  died_min_s: it still lived: its last durable event
+  died_max_s: it was dead
+  next_life: number of the opening that worked next; NULL if there is none yet
+  restarted_as: the number that it carries
+  starts: openings since then, up to that one
+  kills: how many of them, and of the one that ended, were killed
+  first_dispatch_s: first attempt of the opening that worked next
+  until_s: end of the outage: that attempt, else that opening's first claim or end; the last event if there is no such opening
 
 restore_finds: What each completed restore found, counted from the events before it.
   incarnation: opening that restored
@@ -222,9 +241,8 @@ workers: One row per rollout worker, with its own token count beside what events
   busy_s: seconds of its attempts, added up
   first_s: first dispatch
   last_s: last end
-  unheard: attempts whose last tokens no one could tell
+  hidden_max: tokens of its cut-off and open attempts that no event tells of, at most; NULL if the settings are not known
   counted_tokens: its own count, last told with a step, a stop or the run's end
-  chunk_tokens: bound on what one unheard attempt may have made unseen; NULL if the settings are not known
 
 spans: Which weights made which tokens of a sealed attempt.
   group_id: group
@@ -299,7 +317,7 @@ notes: What could not be read, and was left out.
 """
 
 INTERNAL: Final = frozenset(
-    {"attempt_rows", "carried", "chunks", "deaths", "event_index", "single_sealed", "seconds_by_attempt"}
+    {"attempt_rows", "bounds", "carried", "deaths", "event_index", "single_sealed", "seconds_by_attempt"}
 )
 """Parts that the views are made of; they may change with any release."""
 

@@ -266,7 +266,9 @@ WITH placed AS (
                 WHEN next_prefix IS NOT NULL THEN greatest(coalesce(from_here, least(next_prefix, prefix)), reused)
                 WHEN coalesce(sealed_offset, failed_offset, abandoned_offset) IS NULL THEN held
                 WHEN sealed_offset IS NULL AND abandoned_offset IS NOT NULL THEN least(durable, held)
-                ELSE 0 END AS kept
+                ELSE 0 END AS kept,
+           coalesce(sealed_offset, failed_offset) IS NULL
+               AND (abandoned_offset IS NULL OR reason IN ('restart', 'worker_lost')) AS unheard
     FROM judged
 )
 SELECT j.run, j.group_id, j.sibling, j.attempt, j.incarnation, j.worker, j.branch, j.version, j.prefix,
@@ -289,6 +291,10 @@ SELECT j.run, j.group_id, j.sibling, j.attempt, j.incarnation, j.worker, j.branc
        held - prefix AS new_tokens,
        kept AS kept_tokens,
        held - kept AS thrown_tokens,
+       -- one chunk being gathered and one being written, and never more than a response may have (bounds.py)
+       CASE WHEN NOT unheard THEN 0
+            WHEN b.response IS NULL THEN b.chunks
+            ELSE least(b.chunks, greatest(b.response - held, 0)) END AS hidden_max,
        CASE WHEN sealed_offset IS NOT NULL AND abandoned_offset IS NULL
                  THEN CASE WHEN g.status IN ('claimed', 'committed', 'complete') THEN 'buffered'
                            WHEN g.status IN ('trained', 'discarded', 'evicted') THEN g.status ELSE 'partial' END
@@ -297,7 +303,7 @@ SELECT j.run, j.group_id, j.sibling, j.attempt, j.incarnation, j.worker, j.branc
             WHEN coalesce(sealed_offset, failed_offset, abandoned_offset) IS NULL THEN 'in_flight'
             ELSE 'prefix' END AS fate,
        next_prefix, reward, j.truncated <> 0 AS truncated, j.prompt_tokens, j.version_min, j.version_max
-FROM held_and_kept j LEFT JOIN groups g USING (run, group_id)
+FROM held_and_kept j LEFT JOIN groups g USING (run, group_id) LEFT JOIN bounds b USING (run)
 );
 
 -- @carried: seconds that a continued attempt took over from the ones before it, in proportion to the tokens kept
@@ -314,29 +320,66 @@ WITH RECURSIVE chains AS (
 )
 SELECT run, group_id, sibling, attempt, carried_s FROM chains WHERE carried_s > 0;
 
+-- @outages: from the end of an opening that worked to the next one that did; starts that came to nothing lie inside
+CREATE TABLE outages AS
+WITH first_dispatch AS (
+    SELECT run, life_of(run, dispatched_event_offset) AS life, min(dispatched_t) AS t FROM attempt_rows GROUP BY ALL
+), first_claim AS (
+    SELECT run, life_of(run, event_offset) AS life, min(t) AS t FROM raw.step_claimed GROUP BY ALL
+), completed AS (
+    SELECT run, life_of(run, event_offset) AS life, min(event_offset) AS event_offset FROM raw.restore_completed GROUP BY ALL
+), begun AS (
+    SELECT i.*, d.t / 1e6 AS first_dispatch_s, k.t / 1e6 AS first_claim_s,
+           coalesce(c.event_offset, d.t, k.t) IS NOT NULL OR i.life = 1 AS worked
+    FROM incarnations i
+    LEFT JOIN first_dispatch d USING (run, life)
+    LEFT JOIN first_claim k USING (run, life)
+    LEFT JOIN completed c USING (run, life)
+), worked AS (
+    SELECT *, lead(life) OVER (PARTITION BY run ORDER BY life) AS next_life FROM begun WHERE worked
+), between_them AS (
+    SELECT w.run, w.life, count(*) FILTER (b.life > w.life) AS starts,
+           count(*) FILTER (b.status = 'killed' AND b.life < coalesce(w.next_life, 9e18)) AS kills, max(b.last_event_s) AS last_s
+    FROM worked w JOIN begun b ON b.run = w.run AND b.life BETWEEN w.life AND coalesce(w.next_life, 9e18)
+    GROUP BY ALL
+)
+SELECT w.run, w.life, w.incarnation, w.status, w.ended, w.next_offset, w.died_min_s, w.died_max_s,
+       n.life AS next_life, n.incarnation AS restarted_as, x.starts, x.kills, n.first_dispatch_s,
+       CASE WHEN n.life IS NULL THEN x.last_s ELSE coalesce(n.first_dispatch_s, n.first_claim_s, n.last_event_s) END AS until_s
+FROM worked w
+JOIN between_them x USING (run, life)
+LEFT JOIN begun n ON n.run = w.run AND n.life = w.next_life
+LEFT JOIN sources s ON s.run = w.run
+WHERE w.next_offset IS NOT NULL AND (s.kind <> 'trace' OR EXISTS (  -- a trace may hold runs that are strangers
+    SELECT 1 FROM raw.restore_started r WHERE r.run = w.run
+        AND life_of(r.run, r.event_offset) BETWEEN w.life + 1 AND coalesce(w.next_life, 9e18)));
+
 -- @restores
 CREATE TABLE restores AS
 WITH done AS (
     SELECT r.run, r.event_offset AS started_offset, r.t, r.checkpoint, r.name, r.from_version, r.to_version,
+           life_of(r.run, r.event_offset) AS life,
            (SELECT min(c.event_offset) FROM raw.restore_completed c
             WHERE c.run = r.run AND c.event_offset > r.event_offset) AS next_completed,
            lead(r.event_offset) OVER (PARTITION BY r.run ORDER BY r.event_offset) AS next_started
     FROM raw.restore_started r
 ), completed AS (
-    SELECT d.*, CASE WHEN d.next_completed < coalesce(d.next_started, 9e18) THEN d.next_completed END AS completed_offset
+    SELECT d.*, CASE WHEN d.next_completed < coalesce(d.next_started, 9e18) THEN d.next_completed END AS completed_offset,
+           coalesce(life_of(d.run, d.next_started) > d.life, TRUE) AS last_of_life
     FROM done d
 )
 SELECT d.run, i.incarnation, d.started_offset, d.completed_offset, d.t / 1e6 AS started_s, c.t / 1e6 AS completed_s,
        c.seconds, d.checkpoint, d.name, d.from_version, d.to_version,
-       before.status AS before, before.ended AS before_ended, before.died_min_s, before.died_max_s,
-       (SELECT min(a.t) FROM raw.attempt_dispatched a
-        WHERE a.run = d.run AND a.event_offset > coalesce(d.completed_offset, d.started_offset)) / 1e6 AS first_dispatch_s,
+       o.incarnation AS after, o.status AS before, o.ended AS before_ended, o.died_min_s, o.died_max_s,
+       CASE WHEN d.last_of_life AND d.life = o.next_life THEN o.starts END AS starts,
+       CASE WHEN d.last_of_life AND d.life = o.next_life THEN o.kills END AS kills,
+       CASE WHEN d.last_of_life AND d.life = o.next_life THEN o.first_dispatch_s END AS first_dispatch_s,
        (SELECT min(a.event_offset) FROM raw.step_claimed a
         WHERE a.run = d.run AND a.event_offset > d.completed_offset) AS first_claim_offset,
        i.first_offset, c.counters, c.timings
 FROM completed d
-ASOF LEFT JOIN incarnations i ON i.run = d.run AND i.first_offset <= d.started_offset
-LEFT JOIN incarnations before ON before.run = i.run AND before.next_offset = i.first_offset
+LEFT JOIN incarnations i ON i.run = d.run AND i.life = d.life
+LEFT JOIN outages o ON o.run = d.run AND d.life > o.life AND d.life <= coalesce(o.next_life, 9e18)
 LEFT JOIN raw.restore_completed c ON c.run = d.run AND c.event_offset = d.completed_offset;
 
 -- @restore_finds: what each restore found, by the events before it, beside what it told itself
@@ -372,24 +415,24 @@ FROM judged GROUP BY run, incarnation;
 CREATE TABLE losses AS
 WITH gone AS (
     SELECT g.run, g.group_id, g.reason, g.gone_offset, g.gone_s,
-           CASE WHEN r.run IS NOT NULL AND g.reason IN ('stale', 'stale_in_flight') THEN 'stale_at_restore'
+           CASE WHEN g.reason IN ('stale', 'stale_in_flight') AND EXISTS (
+                    SELECT 1 FROM restores r
+                    WHERE r.run = g.run AND g.gone_offset > r.completed_offset AND g.reserved_offset < r.first_offset
+                        AND g.gone_offset < coalesce(r.first_claim_offset, 9e18)) THEN 'stale_at_restore'
                 WHEN g.status = 'evicted' AND g.reason = 'stale' THEN 'stale_evicted'
                 WHEN g.reason = 'stale_in_flight' THEN 'stale_aborted'
                 ELSE g.reason END AS class
     FROM groups g
-    LEFT JOIN restores r ON r.run = g.run AND g.gone_offset > r.completed_offset AND g.reserved_offset < r.first_offset
-        AND g.gone_offset < coalesce(r.first_claim_offset, 9e18)
     WHERE g.status IN ('discarded', 'evicted')
 ), wasted AS (
     SELECT a.*, coalesce(c.carried_s, 0) + a.seconds AS invested_s,
            CASE WHEN a.tokens > 0 THEN a.thrown_tokens / a.tokens
                 WHEN a.outcome IN ('failed', 'abandoned') OR a.lost_offset IS NOT NULL THEN 1 ELSE 0 END AS thrown_share,
-           d.cut_s, gone.class AS gone_class, gone.gone_offset, gone.gone_s, chunk.tokens AS chunk
+           d.cut_s, gone.class AS gone_class, gone.gone_offset, gone.gone_s
     FROM attempts a
     LEFT JOIN carried c USING (run, group_id, sibling, attempt)
     LEFT JOIN deaths d ON a.killed AND d.run = a.run AND d.incarnation = a.incarnation
     LEFT JOIN gone ON gone.run = a.run AND gone.group_id = a.group_id
-    LEFT JOIN chunks chunk ON chunk.run = a.run
     WHERE a.thrown_tokens > 0 OR a.thrown_tokens IS NULL OR a.outcome IN ('failed', 'abandoned')
        OR a.lost_offset IS NOT NULL OR gone.class IS NOT NULL
 ), own AS (
@@ -411,15 +454,15 @@ SELECT run,
        -- what a kill hid: when it died, and how much of the time since the last durable token was the lost tail's
        CASE WHEN NOT unheard THEN thrown_s
             WHEN coalesce(kept_tokens, 0) = 0 THEN thrown_s + coalesce(ended_max_s - ended_s, 0)
-            WHEN chunk IS NULL THEN thrown_s + (ended_max_s - dispatched_s)
-            ELSE thrown_s + coalesce(ended_max_s - ended_s, 0)
-                 + (ended_s - dispatched_s) * chunk / (greatest(tokens - prefix, 0) + chunk) END AS seconds_max,
+            WHEN hidden_max IS NULL THEN thrown_s + (ended_max_s - dispatched_s)
+            ELSE thrown_s + coalesce(ended_max_s - ended_s, 0) + coalesce((ended_s - dispatched_s) * hidden_max
+                     / nullif(greatest(tokens - prefix, 0) + hidden_max, 0), 0) END AS seconds_max,
        CASE WHEN NOT killed THEN 0 WHEN coalesce(cut_s, -1) <= dispatched_s THEN 0
             ELSE thrown_s - least(thrown_s, greatest(ended_s - cut_s, 0)) END AS seconds_before_cut,
        CASE WHEN NOT killed THEN 0 WHEN coalesce(cut_s, -1) <= dispatched_s THEN thrown_s
             ELSE least(thrown_s, greatest(ended_s - cut_s, 0)) END AS seconds_after_cut,
        thrown_tokens AS tokens,
-       CASE WHEN unheard THEN thrown_tokens + chunk ELSE thrown_tokens END AS tokens_max,
+       thrown_tokens + hidden_max AS tokens_max,
        cause AS detail
 FROM own
 UNION ALL
@@ -431,10 +474,9 @@ SELECT run, 'rolled_back_training', 'trainer', NULL, NULL, NULL, NULL, NULL, rol
        train_seconds, train_seconds, 0, 0, 0, 0, 'step ' || step
 FROM steps WHERE rolled_back
 UNION ALL
-SELECT run, 'restart_idle', 'wall', NULL, NULL, NULL, incarnation, NULL, started_offset, started_s,
-       coalesce(first_dispatch_s, completed_s, started_s) - coalesce(died_max_s, started_s),
-       coalesce(first_dispatch_s, completed_s, started_s) - coalesce(died_min_s, started_s), 0, 0, 0, 0, name
-FROM restores
+SELECT run, 'restart_idle', 'wall', NULL, NULL, NULL, restarted_as, NULL, next_offset, died_max_s,
+       greatest(until_s - died_max_s, 0), until_s - died_min_s, 0, 0, 0, 0, 'after incarnation ' || incarnation
+FROM outages
 UNION ALL
 SELECT run, 'weight_sync_pause', 'wall', NULL, NULL, NULL, NULL, NULL, event_offset, t / 1e6,
        seconds, seconds, 0, 0, 0, 0, 'version ' || version
@@ -458,19 +500,18 @@ WITH counts AS (
            count(*) FILTER (outcome = 'failed') AS failed, count(*) FILTER (outcome = 'abandoned') AS abandoned,
            count(*) FILTER (outcome = 'open') AS open, sum(new_tokens) AS new_tokens,
            sum(ended_s - dispatched_s) AS busy_s, min(dispatched_s) AS first_s, max(ended_s) AS last_s,
-           count(*) FILTER (outcome = 'open' OR (outcome = 'abandoned' AND reason IN ('restart', 'worker_lost'))) AS unheard
+           CASE WHEN count(hidden_max) = count(*) THEN sum(hidden_max) END AS hidden_max
     FROM attempts GROUP BY ALL
 )
 SELECT coalesce(w.run, work.run) AS run, coalesce(w.worker, work.worker) AS worker, i.incarnation, w.journal, w.host,
        w.t / 1e6 AS started_s, st.t / 1e6 AS stopped_s, st.stopped,
        coalesce(st.generated >= 0, FALSE) OR ends.worker IS NOT NULL AS heard_last,
-       work.* EXCLUDE (run, worker), counted.counted_tokens, chunks.tokens AS chunk_tokens
+       work.* EXCLUDE (run, worker), counted.counted_tokens
 FROM raw.worker_started w
 FULL JOIN work ON work.run = w.run AND work.worker = w.worker
 LEFT JOIN stops st ON st.run = w.run AND st.worker = w.worker
 LEFT JOIN ends ON ends.run = w.run AND ends.worker = w.worker
 LEFT JOIN counted ON counted.run = w.run AND counted.worker = w.worker
-LEFT JOIN chunks ON chunks.run = coalesce(w.run, work.run)
 ASOF LEFT JOIN incarnations i ON i.run = w.run AND i.first_offset <= w.event_offset;
 
 -- @spans
@@ -586,7 +627,7 @@ WITH a AS (
     SELECT run, sum(counted_tokens) AS counted, sum(new_tokens) AS attributed, count(counted_tokens) AS counting,
            sum(counted_tokens - coalesce(new_tokens, 0)) FILTER (heard_last) AS told_residue,
            sum(greatest(counted_tokens - coalesce(new_tokens, 0), 0)) FILTER (NOT heard_last) AS unknown_min,
-           sum(unheard * chunk_tokens) AS unknown_max
+           sum(hidden_max) AS unknown_max
     FROM workers GROUP BY run
 ), l AS (
     SELECT run, sum(tokens) AS tokens, sum(seconds) FILTER (resource = 'generation') AS seconds,

@@ -359,3 +359,38 @@ def test_a_seal_whose_payload_is_lost(tmp_path):
         ]
         assert opened.query("SELECT class, seconds, tokens FROM losses").rows == [("sealed_not_durable", 3, 30)]
         assert all(row["ok"] for row in opened.query("FROM reconcile").dicts())
+
+
+@pytest.mark.parametrize(
+    ("interval", "longest", "most"),
+    [(64, 16, 8), (4, 16, 8), (2, 16, 4), (64, None, 128), (None, 16, 8), (None, None, None)],
+)
+def test_what_a_kill_hid_fits_into_the_response(tmp_path, interval, longest, most):
+    """8 tokens were known: two chunks more at most, and no more than the response's limit leaves room for."""
+    ev = stories.ev
+    settings = {"journal.progress_interval_tokens": interval, "generation.max_new_tokens": longest}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    told = [stories.started(0, 1, **settings), stories.reserved(1, 0, 0, 1, 2), stories.admitted(1, 0)]
+    told += [stories.dispatched(2, 0, 0), stories.dispatched(2, 0, 1), stories.started(8, 2, **settings)]
+    told += [ev.RestoreStarted(stories.us(8), -1, 0, 0, "", stories.us(2))]
+    told += [stories.abandoned(9, 0, 0, ev.ABANDON_RESTART, 0, 8, 8), stories.sealed(9, 0, 1, tokens=16, adopted=True)]
+    with open_database([write(tmp_path, told)]) as opened:
+        hidden = opened.query("SELECT hidden_max FROM attempts ORDER BY sibling").rows
+        (loss,) = opened.query("SELECT tokens, tokens_max FROM losses WHERE class = 'in_flight'").rows
+
+    assert hidden == [(most,), (0,)]
+    assert loss == (0, most)
+
+
+def test_a_whole_response_hides_nothing(tmp_path):
+    """All 16 of 16 tokens are in the journal: nothing more can be lost but the time until the death."""
+    ev = stories.ev
+    settings = {"journal.progress_interval_tokens": 4, "generation.max_new_tokens": 16}
+    told = [stories.started(0, 1, **settings), stories.reserved(1, 0, 0, 1, 1), stories.admitted(1, 0)]
+    told += [stories.dispatched(2, 0, 0), ev.CheckpointSkipped(stories.us(5), ev.CHECKPOINT_ROLLOUT, "no change")]
+    told += [stories.started(8, 2, **settings), ev.RestoreStarted(stories.us(8), -1, 0, 0, "", stories.us(5))]
+    told += [stories.abandoned(9, 0, 0, ev.ABANDON_RESTART, 0, 16, 16)]
+    with open_database([write(tmp_path, told)]) as opened:
+        (loss,) = opened.query("SELECT tokens, tokens_max, seconds, seconds_max FROM losses").dicts()[:1]
+
+    assert loss == {"tokens": 0, "tokens_max": 0, "seconds": 0, "seconds_max": 3}
