@@ -142,7 +142,7 @@ def _show(folder: Path) -> None:
     found, final = read_figures(run, death), fold_run(run).summary()
 
     print("\n[4] what it came to, from the journal\n", flush=True)
-    print_figures(found, final, config.journal.progress_interval_tokens)
+    print_figures(found, final)
     command = shutil.which("unlost") or f"{Path(sys.executable).parent / 'unlost'}"
     print(f"\nlook closer:\n    {command} replay {run}\n    {command} report {run} --html report.html")
     wrong = problems(death, final, found)

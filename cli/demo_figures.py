@@ -71,7 +71,10 @@ def owned(state: State) -> Owned:
 
 @dataclass(slots=True)
 class Figures:
-    """The whole run. ``rewards``: (step, mean reward) of the steps that stand, rolled-back ones left out."""
+    """The whole run. ``rewards``: (step, mean reward) of the steps that stand, rolled-back ones left out.
+
+    ``hidden``: tokens that the attempts cut off by the kill had made and no journal holds, at most; None: no bound.
+    """
 
     rewards: list[tuple[int, float]] = field(default_factory=list)
     trained_twice: list[int] = field(default_factory=list)
@@ -80,6 +83,7 @@ class Figures:
     counters: dict[str, int] = field(default_factory=dict)
     restore_seconds: float = 0.0
     interrupted: int = 0
+    hidden: int | None = 0
     prefixes: int = 0
     incarnations: int = 0
     ended: str = ""
@@ -88,14 +92,19 @@ class Figures:
 def figures(events: Iterable[tuple[int, Event]], death: Owned) -> Figures:
     """Go through a run's events once. ``death``: what was owned at the kill, whose offset parts before from after."""
     from ..replay import events as ev
+    from ..replay.bounds import unheard
 
     found = Figures()
+    settings: list[dict[str, Any]] = []
+    prefixes: dict[tuple[int, int, int], int] = {}
+    cut_off: list[int] = []
     claimed: list[int] = []
     steps: dict[int, tuple[list[int], float]] = {}
     for offset, event in events:
         after = offset >= death.offset
         if isinstance(event, ev.RunStarted):
             found.incarnations = event.incarnation
+            settings.append(event.settings)
         elif isinstance(event, ev.RunEnded):
             found.ended = event.reason
         elif isinstance(event, ev.StepClaimed):
@@ -112,10 +121,17 @@ def figures(events: Iterable[tuple[int, Event]], death: Owned) -> Figures:
             found.counters, found.restore_seconds = event.counters, event.seconds
         elif isinstance(event, ev.AttemptAbandoned) and after and event.reason == ev.ABANDON_RESTART:
             found.interrupted += 1
-        elif isinstance(event, ev.AttemptDispatched) and after:
-            found.prefixes += event.prefix > 0
-            if (event.group, event.sibling) in death.sealed:
-                found.sealed_again.append((event.group, event.sibling))
+            cut_off.append(max(event.tokens, prefixes.get((event.group, event.sibling, event.attempt), 0)))
+        elif isinstance(event, ev.AttemptDispatched):
+            if event.prefix:
+                prefixes[event.group, event.sibling, event.attempt] = event.prefix
+            if after:
+                found.prefixes += event.prefix > 0
+                if (event.group, event.sibling) in death.sealed:
+                    found.sealed_again.append((event.group, event.sibling))
+    bound = unheard(settings)
+    hidden = [bound.at_most(held) for held in cut_off]
+    found.hidden = None if None in hidden else sum(h for h in hidden if h is not None)
     counts = Counter(group for groups, _ in steps.values() for group in groups)
     found.trained_twice = sorted(group for group, times in counts.items() if times > 1)
     found.rewards = [(step, reward) for step, (_, reward) in sorted(steps.items())]

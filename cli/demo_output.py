@@ -29,10 +29,11 @@ def print_owned(death: Owned) -> None:
     )
 
 
-def print_figures(found: Figures, final: dict[str, Any], progress_interval_tokens: int) -> None:
+def print_figures(found: Figures, final: dict[str, Any]) -> None:
     """What the restart reused, did again and threw away, and how the run ended. ``final``: the last state's summary.
 
-    What a killed worker had generated since its last progress record is in no journal; only a bound is known.
+    What a killed worker had generated since its last durable progress record is in no journal; only a bound is known,
+    the one that the report gives too.
     """
     counters, prompts = found.counters, final["prompts"]
     rolled_back = "none"
@@ -54,7 +55,7 @@ def print_figures(found: Figures, final: dict[str, Any], progress_interval_token
             ("  prefix tokens reused", counters.get("prefix_tokens_reused")),
             ("attempts cut off by the kill", found.interrupted),
             ("  durable tokens thrown away", counters.get("tokens_lost_known")),
-            ("  not yet journaled, lost", f"about {progress_interval_tokens} tokens each at most"),
+            ("  not yet journaled, lost", "unknown" if found.hidden is None else f"{found.hidden} tokens at most"),
             ("finished siblings generated again", len(found.sealed_again)),
             ("groups trained twice", len(found.trained_twice)),
             ("prompts handed out", f"{prompts['handed_out']}, each in exactly one place: {one_place}"),

@@ -37,8 +37,8 @@ def report(
 
 
 _RESTORE_COLUMNS: Final = [
-    "incarnation", "after", "before", "starts", "kills", "checkpoint", "from_version", "to_version", "seconds", "died_min_s",
-    "died_max_s", "first_dispatch_s",
+    "incarnation", "after", "before", "starts", "kills", "checkpoint", "from_version", "to_version", "seconds",
+    "died_min_s", "died_max_s", "first_dispatch_s",
 ]  # fmt: skip
 _KEPT_COLUMNS: Final = [
     "restarted_as", "running_at_death", "adopted", "resumed", "prefix_tokens_reused", "siblings_reused",

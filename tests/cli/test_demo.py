@@ -16,9 +16,10 @@ from unlost.cli.errors import UsageFault
 from unlost.cli.main import run
 from unlost.cli.process_tree import MARKER, kill_tree
 from unlost.replay import events as ev
+from unlost.replay.database import open_database
 from unlost.replay.fold import fold_events
 
-from .story import SIBLINGS, _dispatched, _receipt, story
+from .story import SIBLINGS, _dispatched, _receipt, story, write_run
 
 COUNTERS = {
     "groups_complete_restored": 2,
@@ -31,12 +32,14 @@ COUNTERS = {
     "tokens_lost_known": 2,
 }
 
+SETTINGS = {"journal.progress_interval_tokens": 8, "generation.max_new_tokens": 20}
+
 
 def resumed() -> list[ev.Event]:
     """The story goes on: step 0 is rolled back and trained again, then step 1, from one prefix of 5 tokens."""
     told = story()
     told += [
-        ev.RunStarted(20_000, "story", 2, 1_700_000_020_000_000, "host", 124, {}, {}, {}),
+        ev.RunStarted(20_000, "story", 2, 1_700_000_020_000_000, "host", 124, {}, SETTINGS, {}),
         ev.RestoreStarted(20_100, -1, 1, 0),
         ev.TrainerRolledBack(20_200, 1, 0, 1, (0, 1)),
         ev.AttemptAbandoned(20_300, 2, 1, 0, ev.ABANDON_RESTART, tokens=7, durable=5),
@@ -89,6 +92,17 @@ def test_figures_of_a_resumed_run():
     assert (found.trained_twice, found.sealed_again) == ([], [])
     assert (found.incarnations, found.ended) == (2, "finished")
     assert problems(at_death(), summary(resumed()), found) == []
+
+
+def test_what_the_kill_hid_is_what_the_report_says(tmp_path):
+    """Of 7 known tokens 13 are left to 20, of none two chunks of 8: 29 at most, here and in SQL; else unknown."""
+    with open_database([write_run(tmp_path, resumed())]) as database:
+        rows = database.query("SELECT sum(tokens_max - tokens) FROM losses WHERE class = 'in_flight'").rows
+    untold = [event for event in resumed() if not isinstance(event, ev.RunStarted) or not event.settings]
+
+    assert figures(enumerate(resumed()), at_death()).hidden == 13 + 16
+    assert rows == [(29,)]
+    assert figures(enumerate(untold), at_death()).hidden is None
 
 
 def test_a_prompt_trained_twice_is_found():
@@ -152,7 +166,7 @@ def test_output_for_people(capsys):
     """Both tables name the figures; the curve has first and last reward."""
     found = figures(enumerate(resumed()), at_death())
     print_owned(at_death())
-    print_figures(found, summary(resumed()), 8)
+    print_figures(found, summary(resumed()))
     lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
 
     assert "siblings finished 1" in lines
@@ -160,7 +174,7 @@ def test_output_for_people(capsys):
     assert "trainer steps rolled back 1 to 0; 2 groups came back from the journal" in lines
     assert "prefix tokens reused 5" in lines
     assert "durable tokens thrown away 2" in lines
-    assert "not yet journaled, lost about 8 tokens each at most" in lines
+    assert "not yet journaled, lost 29 tokens at most" in lines
     assert "run finished at step 2, incarnation 2" in lines
     assert "prompts handed out 4, each in exactly one place: yes" in lines
 
