@@ -127,6 +127,11 @@ class TrainPump:
         for _ in range(LOST_REPLIES_MAX):
             try:
                 return await self.data_plane.with_healing(lambda: self.trainer.train(step, keys))
+            except KeyError as gone:
+                raise RunFailed(
+                    f"step {step}: {gone.args[0]}, and their payloads can't be read either. The same command again "
+                    f"generates what is lost anew; run.log says which journal is damaged"
+                ) from gone
             except (ConnectionError, TimeoutError) as lost:
                 version = await self.trainer.version()
                 log.warning("the reply to step %d was lost (%s); the trainer is at version %d", step, lost, version)

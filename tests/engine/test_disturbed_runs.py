@@ -347,3 +347,31 @@ def test_a_late_row_goes_after_its_groups_end_is_durable() -> None:
     durable = [upto for keys, upto in cleared if hooks.row in keys]
     assert durable
     assert min(durable) > hooks.ended_at
+
+
+# --- rows that are gone for good ------------------------------------------------------------------------------------
+
+
+class RowsGone(Hooks):
+    """The trainer does not find the rows of step 1, and no payload brings them back."""
+
+    def trainer(self, life: Incarnation, clock: RunClock, plane: SimDataPlane) -> Any:
+        trainer = super().trainer(life, clock, plane)
+        train = trainer.train
+
+        async def without_rows(step: int, keys: Any) -> Any:
+            if step == 1 and life.world.incarnations == 1:
+                raise KeyError(f"rows not in the data plane: {keys[0][0]}")
+            return await train(step, keys)
+
+        trainer.train = without_rows  # type: ignore[method-assign]
+        return trainer
+
+
+def test_rows_that_nothing_brings_back_end_the_run_with_what_to_do() -> None:
+    """Not as a bare KeyError; and the same command again finishes."""
+    place = World(sim_config(grpo__max_steps=4), hooks=RowsGone())
+    detail = ended(place.live(), 1)
+    assert "step 1: rows not in the data plane: i1.g" in detail
+    assert "The same command again generates what is lost anew" in detail
+    ended(place.live())
