@@ -143,8 +143,8 @@ def _show(folder: Path) -> None:
 
     print("\n[4] what it came to, from the journal\n", flush=True)
     print_figures(found, final)
-    command = shutil.which("unlost") or f"{Path(sys.executable).parent / 'unlost'}"
-    print(f"\nlook closer:\n    {command} replay {run}\n    {command} report {run} --html report.html")
+    program = shutil.which("unlost") or f"{Path(sys.executable).parent / 'unlost'}"
+    print(f"\nlook closer:\n    {program} replay {run}\n    {program} report {run} --html report.html")
     wrong = problems(death, final, found)
     if wrong:
         raise DemoFailed("; ".join(wrong))

@@ -157,8 +157,8 @@ def open_database(
             made = folder / "database"
             connection = _connect(":memory:" if _is_small(sources) else made, folder, memory_limit)
             connection.execute("BEGIN")
-            notes += _load(connection, sources, folder, processes)
             connection.execute("CREATE TABLE notes (position BIGINT, note VARCHAR)")
+            notes += _load(connection, sources, folder, processes)
             for position, note in enumerate(notes):
                 connection.execute("INSERT INTO notes VALUES (?, ?)", [position, note])
             connection.execute("COMMIT")
@@ -327,9 +327,16 @@ def _load(
                 )
                 for i, start in enumerate(starts)
             ]
+    unread: list[tuple[str, int, int | None, str]] = []
     for (source, part), result in _run_parts(parts, processes):
         notes += _part_notes(source, part, result)
+        if result.problem:
+            last = part.stop - 1 if source.kind == "run" else None
+            unread.append((source.run, result.end, last, result.problem))
     _create_raw(connection, sources, parts_folder)
+    connection.execute("CREATE TABLE unread (run run_name, first_offset BIGINT, last_offset BIGINT, problem VARCHAR)")
+    for row in unread:
+        connection.execute("INSERT INTO unread VALUES (?, ?, ?, ?)", list(row))
     _create_views(connection, sources)
     shutil.rmtree(parts_folder)
     return notes

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from ..journal.errors import UnlostError
 from .database import Database
+from .fold import fold_run
 from .queries import named
 
 BINS: Final = 400
@@ -39,13 +41,34 @@ def gather(database: Database, run: str) -> dict[str, Any]:
         ),
         "lengths": reading.named("loss-by-length"),
         "twice": reading.named("prompts-trained-twice"),
+        "unread": reading.all("SELECT * FROM unread WHERE run = $run ORDER BY first_offset"),
     }
+    data["end"] = _end(database, run) if data["unread"] else None
     data["series"] = _series(reading, about)
     data["steps"] = _steps(reading)
     data["timeline"] = _timeline(reading, about)
     data["attempts"] = _attempts(reading)
     data["summary"] = summary(data)
     return data
+
+
+def _end(database: Database, run: str) -> dict[str, Any] | None:
+    """How a journal ends that could not be read whole: its newest state image and what follows may be intact."""
+    source = next((s for s in database.sources if s.run == run and s.kind == "run"), None)
+    if source is None:
+        return None
+    try:
+        state = fold_run(source.path)
+    except UnlostError:
+        return None
+    return {
+        "offset": state.offset,
+        "incarnations": state.incarnation,
+        "ended": state.ended,
+        "trainer_version": state.trainer_version,
+        "handed_out": state.next_group,
+        "trained": state.retired_trained + len(state.trained_groups()),
+    }
 
 
 class _Reader:
@@ -243,17 +266,19 @@ def summary(data: dict[str, Any]) -> list[str]:
     ]
     if data["twice"]:
         said.append(f"{len(data['twice'])} prompt(s) were trained twice in an epoch: promise P1 is broken.")
+    said += _unread(data)
     if not about.get("events"):
-        return [*said, "There are no events to report on."]
+        return said if data["unread"] else [*said, "There are no events to report on."]
     openings, kills = about["incarnations"] or 0, about["kills"] or 0
-    state = (
-        f"ended ({about['ended']})"
-        if about["status"] == "ended"
-        else "has no end: it runs, or was killed and not restarted"
-    )
+    if about["status"] == "ended":
+        state = f"the last ended ({about['ended']})"
+    elif data["unread"]:
+        state = "how the last of these ended is not among them"
+    else:
+        state = "the last has no end: it runs, or was killed and not restarted"
     said.append(
         f"{_count(about['events'], 'event')} in {_duration((about['last_event_s'] or 0) - (about['started_s'] or 0))}; "
-        f"{_count(openings, 'incarnation')}, {_count(kills, 'kill')}; the last {state}."
+        f"{_count(openings, 'incarnation')}, {_count(kills, 'kill')}; {state}."
     )
     vain = sum(row["starts"] - (row["next_life"] is not None) for row in data["outages"])
     if vain:
@@ -269,7 +294,30 @@ def summary(data: dict[str, Any]) -> list[str]:
     )
     said += _costs(data)
     if data["reconcile"] and all(row["ok"] for row in data["reconcile"]):
-        said.append("Everything adds up: attempts, tokens and seconds.")
+        of = "In what could be read, everything" if data["unread"] else "Everything"
+        said.append(f"{of} adds up: attempts, tokens and seconds.")
+    return said
+
+
+def _unread(data: dict[str, Any]) -> list[str]:
+    """What the figures lack, and what is known of the run's end all the same."""
+    if not data["unread"]:
+        return []
+    stretches = ", ".join(
+        f"{row['first_offset']:,} to {row['last_offset']:,}" if row["last_offset"] is not None
+        else f"from {row['first_offset']:,} on"
+        for row in data["unread"]
+    )  # fmt: skip
+    said = [f"Not all of it could be read: events {stretches} are left out, and every figure below lacks them."]
+    if end := data["end"]:
+        how = f"ended ({end['ended']})" if end["ended"] else "has no end"
+        said.append(
+            f"Its newest state image and the events after it are intact: {_count(end['offset'], 'event')} in all, "
+            f"{_count(end['incarnations'], 'incarnation')}, the last {how}; the trainer at version "
+            f"{end['trainer_version']}, {_count(end['handed_out'], 'prompt')} handed out, {end['trained']:,} trained."
+        )
+    else:
+        said.append("How it ended is not known either: what follows the damage can't be read from a state image.")
     return said
 
 

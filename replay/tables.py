@@ -311,6 +311,11 @@ sources: What was loaded.
   path: path
   kind: run, segment or trace
 
+unread: Stretches of a source that could not be read. The other tables know nothing of them, and sums over the run lack them.
+  first_offset: first event left out
+  last_offset: last event left out; NULL in a single segment: the rest of the file
+  problem: what is wrong, and what can be done
+
 notes: What could not be read, and was left out.
   position: order
   note: text

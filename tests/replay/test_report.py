@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.simulation.on_disk import to_disk
+from tests.simulation.world import World, sim_config
 from tests.synthetic_run import Shape, SyntheticRun, write_journal
 from unlost.replay import report as reports
 from unlost.replay.database import open_database
@@ -88,6 +90,38 @@ def test_of_many_attempts_the_interesting_groups_are_listed_whole(simulated, mon
     assert listed <= killed or killed <= listed
     for group in listed:
         assert few["columns"]["group_id"].count(group) == whole["attempts"]["columns"]["group_id"].count(group)
+
+
+@pytest.mark.parametrize("damaged", ["the first segment", "every segment"])
+def test_of_a_damaged_run_it_is_said_what_is_known(tmp_path, damaged):
+    """A finished run is not said to run: what could not be read leads, and the end is told if it is intact."""
+    world = World(sim_config(), seed=3)
+    world.live(kill_at_s=2.5)
+    world.live()
+    run = to_disk(world, tmp_path / "run")
+    events, state = len(world.events()), world.fold()
+    segments = sorted((run / "events").glob("*.zst"))
+    for segment in segments[: 1 if damaged == "the first segment" else None]:
+        content = bytearray(segment.read_bytes())
+        content[len(content) // 2] ^= 1
+        segment.write_bytes(content)
+    data = data_of(run)
+    said = data["summary"]
+
+    first = data["unread"][0]["first_offset"]
+    assert 0 < first < int(segments[1].name.split(".")[0])
+    assert said[0] == (
+        f"Not all of it could be read: events {first} to {events - 1} are left out, and every figure below lacks them."
+    )
+    if damaged == "the first segment":
+        assert f"{events} events in all, 2 incarnations, the last ended (finished)" in said[1]
+        trained = state.retired_trained + len(state.trained_groups())
+        assert f"version 6, {state.next_group} prompts handed out, {trained} trained" in said[1]
+    else:
+        assert "How it ended is not known either" in said[1]
+    assert "how the last of these ended is not among them" in said[2]
+    assert said[-1].startswith("In what could be read, everything adds up")
+    assert not any("it runs, or was killed" in sentence for sentence in said)
 
 
 def test_an_empty_journal_and_a_trace_can_be_reported(tmp_path):
