@@ -48,15 +48,18 @@ FROM losses GROUP BY ALL ORDER BY run, resource, seconds DESC""",
     SELECT run, group_id, sibling, sum(seconds) AS seconds, sum(tokens) AS tokens
     FROM losses WHERE resource = 'generation' GROUP BY ALL
 ), ranked AS (
-    SELECT s.*, l.seconds, l.tokens, ntile(10) OVER (PARTITION BY s.run ORDER BY s.length, s.group_id, s.sibling) AS decile
+    SELECT s.*, l.seconds, l.tokens, ntile(10) OVER (PARTITION BY s.run ORDER BY s.length, s.group_id, s.sibling) AS tile
     FROM siblings s LEFT JOIN lost l USING (run, group_id, sibling)
+), merged AS (
+    SELECT *, max(tile) OVER (PARTITION BY run, length) AS decile FROM ranked
 )
 SELECT run, decile, min(length) AS shortest, max(length) AS longest, count(*) AS siblings,
        count(seconds) AS with_losses, count(seconds) / count(*) AS share_with_losses,
        coalesce(sum(seconds), 0) AS seconds, coalesce(sum(tokens), 0) AS tokens,
        count(*) FILTER (NOT finished) AS unfinished
-FROM ranked GROUP BY ALL ORDER BY run, decile""",
-        "Length: the longest attempt of the sibling; a lower bound where it never finished.",
+FROM merged GROUP BY ALL ORDER BY run, decile""",
+        "Length: the longest attempt of the sibling; a lower bound where it never finished. Siblings of one length are in "
+        "one tenth, the last that they reach into: where many reach the limit there are fewer than ten rows.",
     ),
     Query(
         "prompts-skipped",
@@ -106,7 +109,9 @@ FROM groups g WHERE g.status = 'trained' GROUP BY ALL ORDER BY ALL""",
         "batch-age",
         "Batch age of each step, weighted by tokens",
         "SELECT * FROM batch_age ORDER BY run, applied_offset",
-        "Weight updates between generating a token and training on it; a call is split where new weights paused it.",
+        "Weight updates between generating a token and training on it (step - version); a call is split where new weights "
+        "paused it. A sampler's limit counts versions at admission: tokens made while new weights were on their way to "
+        "the worker are one older, and those of versions that a restore undid count as the version gone back to.",
     ),
     Query(
         "checkpoints",

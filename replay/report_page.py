@@ -77,6 +77,7 @@ def _embedded(data: dict[str, Any]) -> str:
         "steps": data["steps"],
         "timeline": data["timeline"],
         "incarnations": data["incarnations"],
+        "outages": [{"died_min_s": row["died_min_s"], "until_s": row["until_s"]} for row in data["outages"]],
         "restores": [{k: v for k, v in row.items() if k not in ("counters", "timings")} for row in data["restores"]],
         "attempts": {"total": attempts["total"], "listed": attempts["listed"], "columns": packed},
         "groups": attempts["groups"],

@@ -68,7 +68,14 @@ const cellMost = Math.max(1, ...Object.values(data.timeline.cells).flat().map((c
 const begin = data.timeline.begin_s, end = begin + data.timeline.width_s * (data.series.t.length - 1 || 1);
 const charts = [];
 const axis = (more) => Object.assign({stroke: css("dim"), grid: {stroke: css("line"), width: 1}, ticks: {stroke: css("line")}}, more);
-const timeAxis = () => axis({values: (u, ticks) => ticks.map(clock), space: 70, label: "run clock, h:mm:ss", labelSize: 20});
+const timeAxis = () => axis({values: (u, ticks) => clocks(ticks), space: 70, label: "run clock, " + (end >= 3600 ? "h:mm:ss" : "m:ss"), labelSize: 20});
+function clocks(ticks) {  // all in one form: as many decimals as the finest needs, hours if the run has any
+  const digits = [0, 1, 2, 3].find((d) => ticks.every((t) => Math.abs(+t.toFixed(d) - t) < 1e-6)) ?? 3, pad = (v, n = 2) => String(v).padStart(n, "0");
+  return ticks.map((t) => {
+    const unit = 10 ** digits, all = Math.round(Math.abs(t) * unit), sec = Math.floor(all / unit), h = Math.floor(sec / 3600), m = Math.floor(sec % 3600 / 60);
+    return (t < 0 ? "-" : "") + (end >= 3600 ? h + ":" + pad(m) : m) + ":" + pad(sec % 60) + (digits ? "." + pad(all % unit, digits) : "");
+  });
+}
 const tip = $("tip");
 function showTip(text, event) {
   if (!text) { tip.hidden = true; return; }
@@ -91,24 +98,47 @@ function bar(ctx, x0, y0, x1, y1, colour, hatch) {
 const marks = [];
 for (const c of data.timeline.checkpoints) if (c.outcome === "committed")
   marks.push({from: c.cut_s, to: c.cut_s, what: "cut", text: `cut of ${c.kind} checkpoint ${c.checkpoint} (offset ${c.cut}, version ${c.trainer_version})\n${clock(c.cut_s)}, published ${clock(c.ended_s)}`});
-for (const i of data.incarnations) if (i.status === "killed")
-  marks.push({from: i.died_min_s, to: i.died_max_s == null ? i.died_min_s : i.died_max_s, what: "kill", text: `incarnation ${i.incarnation} died between ${clock(i.died_min_s)} and ${clock(i.died_max_s)}`});
+for (const i of data.incarnations) {
+  if (i.status === "killed") marks.push({from: i.died_min_s, to: i.died_max_s == null ? i.died_min_s : i.died_max_s, what: "kill", label: "killed", text: `incarnation ${i.incarnation} died between ${clock(i.died_min_s)} and ${clock(i.died_max_s)}`});
+  if (i.status === "ended" && i.next_started_s != null) marks.push({from: i.last_event_s, to: i.next_started_s, what: "stop", label: "stopped", text: `incarnation ${i.incarnation} ended in order (${i.ended}) at ${clock(i.last_event_s)}; the next start was at ${clock(i.next_started_s)}`});
+}
 for (const r of data.restores) if (r.first_dispatch_s != null)
   marks.push({from: r.first_dispatch_s, to: r.first_dispatch_s, what: "restore", text: `incarnation ${r.incarnation} generates again after its restore from version ${r.to_version}\n${clock(r.first_dispatch_s)}`});
 function paintMarks(u) {
   const {ctx, bbox} = u, bottom = bbox.top + bbox.height, x = (v) => u.valToPos(v, "x", true), px = devicePixelRatio;
   const seen = marks.filter((m) => m.to >= u.scales.x.min && m.from <= u.scales.x.max), cuts = seen.filter((m) => m.what === "cut").length;
-  ctx.font = `${11 * px}px system-ui, sans-serif`; ctx.textBaseline = "top";
   for (const m of seen) {
     if (m.what === "cut" && cuts > 150) continue;
-    const a = x(m.from), b = x(m.to);
-    ctx.lineWidth = px; ctx.strokeStyle = css(m.what === "cut" ? "dim" : "mark"); ctx.setLineDash(m.what === "cut" ? [2 * px, 4 * px] : m.what === "restore" ? [8 * px, 3 * px] : []);
-    if (m.what === "kill") { ctx.globalAlpha = .16; ctx.fillStyle = css("mark"); ctx.fillRect(a, bbox.top, Math.max(b - a, 2 * px), bbox.height); ctx.globalAlpha = 1; ctx.lineWidth = 2 * px; }
+    const a = x(m.from), b = x(m.to), off = m.what === "kill" || m.what === "stop";
+    ctx.lineWidth = (off ? 2 : 1) * px; ctx.strokeStyle = css(m.what === "cut" ? "dim" : "mark");
+    ctx.setLineDash({cut: [2 * px, 4 * px], restore: [8 * px, 3 * px], stop: [3 * px, 2 * px], kill: []}[m.what]);
+    if (off) { ctx.globalAlpha = m.what === "kill" ? .16 : .05; ctx.fillStyle = css("mark"); ctx.fillRect(a, bbox.top, Math.max(b - a, 2 * px), bbox.height); ctx.globalAlpha = 1; }
     if (m.what === "cut") ctx.globalAlpha = .5;
     ctx.beginPath(); ctx.moveTo(a, bbox.top); ctx.lineTo(a, bottom); ctx.stroke(); ctx.globalAlpha = 1;
-    if (m.what === "kill") { ctx.fillStyle = css("mark"); ctx.textAlign = "right"; ctx.fillText("killed ", a, bbox.top + 2 * px); }
   }
   ctx.setLineDash([]);
+  labels(u, seen.filter((m) => m.label).map((m) => [m.label, x(m.from)]), bbox.top + 2 * px, 1);
+}
+// Words beside vertical lines: inside the chart, on a ground of their own, one below (or above) another where they would overlap.
+function placed(u, words) {
+  const {ctx, bbox} = u, px = devicePixelRatio, rows = [];
+  ctx.font = `${11 * px}px system-ui, sans-serif`;
+  return words.filter(([, x]) => x >= bbox.left - px && x <= bbox.left + bbox.width + px).sort((v, w) => v[1] - w[1]).map(([text, x]) => {
+    const width = ctx.measureText(text).width + 6 * px, right = x + width <= bbox.left + bbox.width, from = right ? x + 2 * px : x - width - 2 * px;
+    let row = rows.findIndex((end) => end <= from);
+    if (row < 0) row = rows.push(0) - 1;
+    rows[row] = from + width + 4 * px;
+    return {text, from, width, row};
+  });
+}
+function labels(u, words, y, down) {
+  const {ctx} = u, px = devicePixelRatio;
+  ctx.textBaseline = "top"; ctx.textAlign = "left";
+  for (const l of placed(u, words)) {
+    const top = y + down * l.row * 14 * px;
+    ctx.globalAlpha = .8; ctx.fillStyle = css("bg"); ctx.fillRect(l.from, top, l.width, 13 * px); ctx.globalAlpha = 1;
+    ctx.fillStyle = css("fg"); ctx.fillText(l.text, l.from + 3 * px, top + px);
+  }
 }
 function markAt(u, left) {
   const near = (m) => left >= u.valToPos(m.from, "x") - 4 && left <= u.valToPos(m.to, "x") + 4;
@@ -118,13 +148,18 @@ function markAt(u, left) {
 }
 
 // --- a uPlot whose inside is painted by hand -------------------------------------------------------------------------
+function wideAs(host, names) {  // pixels for the longest name, ticks and gap
+  const ctx = document.createElement("canvas").getContext("2d");
+  ctx.font = "12px system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Noto Sans', sans-serif";
+  return Math.ceil(Math.max(...names.map((n) => ctx.measureText(n).width), 10)) + 24;
+}
 function canvasChart(id, height, from, to, lanes, laneName, paint, at) {
   const host = $(id), pad = Math.max((to - from) * .01, 1e-3);
   const options = {
     width: host.clientWidth, height, legend: {show: false}, padding: [10, 8, 0, 0],
     scales: {x: {time: false}, y: {range: () => [0, lanes], dir: -1}},
     series: [{}, {paths: () => null, points: {show: false}}],
-    axes: [timeAxis(), axis({size: 96, space: 1, grid: {show: false}, splits: () => Array.from({length: lanes}, (_, i) => i + .5).filter((_, i) => lanes <= 24 || i % Math.ceil(lanes / 24) === 0), values: (u, ticks) => ticks.map((v) => laneName(Math.floor(v)))})],
+    axes: [timeAxis(), axis({size: wideAs(host, Array.from({length: Math.floor(lanes)}, (_, i) => laneName(i))), space: 1, grid: {show: false}, splits: () => Array.from({length: Math.floor(lanes)}, (_, i) => i + .5).filter((_, i) => laneName(i)).filter((_, i) => lanes <= 24 || i % Math.ceil(lanes / 24) === 0), values: (u, ticks) => ticks.map((v) => laneName(Math.floor(v)))})],
     cursor: {drag: {x: true, y: false}, points: {show: false}},
     hooks: {draw: [(u) => { const {ctx, bbox} = u; ctx.save(); ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height); ctx.clip(); paint(u); paintMarks(u); ctx.restore(); }]},
   };
@@ -204,14 +239,14 @@ function stepAttempt(by) {
 }
 function makeTimeline() {
   const lanes = Math.max(data.timeline.lanes, 1), height = clamp(lanes * (exact ? Math.max(slotsMost * 5, 22) : 16), 120, 640) + 60;
-  timeline = canvasChart("timeline", height, begin, Math.max(end, begin + 1e-3), lanes, (l) => { const w = data.timeline.workers.filter((v) => v.lane === l); return w.length ? `worker ${w.slice(0, 2).map((v) => v.worker).join(", ")}${w.length > 2 ? ", …" : ""}` : ""; }, paintTimeline, timelineAt);
+  timeline = canvasChart("timeline", height, begin, Math.max(end, begin + 1e-3), lanes, (l) => { const w = data.timeline.workers.filter((v) => v.lane === l); return w.length ? `${innerWidth < 700 ? "w" : "worker "}${w.slice(0, 2).map((v) => v.worker).join(", ")}${w.length > 2 ? ", …" : ""}` : ""; }, paintTimeline, timelineAt);
   timeline.over.addEventListener("click", () => { const hit = timelineAt(timeline, timeline.posToVal(timeline.cursor.left, "x"), timeline.posToVal(timeline.cursor.top, "y")); if (hit && hit.attempt) pick(hit.attempt.group_id); });
   keys($("timeline"), timeline, stepAttempt);
-  window.unlostTimeline = timeline;
+  window.unlostTimeline = timeline;  // for tests, as the two below
 }
 $("timeline-hint").textContent = (exact ? `Every attempt is a bar (${number(data.attempts.total)}).`
   : `${number(data.attempts.total)} attempts: the darker, the more run on a worker; orange ends: cut off. Zoomed in, ${number(data.attempts.listed)} of them are drawn singly: whole groups, those that a kill or failure hit first.`) +
-  " Dotted: cuts of checkpoints. Grey band: between a process's last sign of life and the next start. Dashed: generation goes on. Drag to zoom, double-click for all, click an attempt to see its group.";
+  " Dotted: cuts of checkpoints. Solid line and grey band: killed, between the process's last sign of life and the next start. Short dashes: stopped in order. Long dashes: generation goes on. Drag to zoom, double-click for all, click an attempt to see its group.";
 for (const [name, k] of Object.entries(KINDS)) {
   const label = document.createElement("label"), box = document.createElement("input"), swatch = document.createElement("span");
   box.type = "checkbox"; box.checked = true; box.dataset.kind = name; swatch.className = "swatch";
@@ -242,7 +277,8 @@ function drawLife() {
   const from = Math.min(...mine.map((a) => a.dispatched_s), ...stages.map((s) => s[1])), to = Math.max(...mine.map((a) => Math.max(a.ended_s, a.ended_max_s || 0)), ...stages.map((s) => s[1]));
   const old = charts.findIndex((c) => c.host.id === "life");
   if (old >= 0) { charts[old].u.destroy(); charts.splice(old, 1); }
-  life = canvasChart("life", siblings * 34 + 80, from, Math.max(to, from + 1e-3), siblings, (s) => `sibling ${s}`, (u) => {
+  const names = 1 + .45 * stages.length;  // room below the bars for the names of the stages
+  life = canvasChart("life", (siblings + names) * 34 + 60, from, Math.max(to, from + 1e-3), siblings + names, (s) => s < siblings ? `sibling ${s}` : "", (u) => {
     const X = (v) => u.valToPos(v, "x", true), Y = (v) => u.valToPos(v, "y", true), {ctx, bbox} = u, px = devicePixelRatio;
     for (const a of mine) {
       const y0 = Y(a.sibling + .15), y1 = Y(a.sibling + .85), colour = css(KINDS[a.kind].colour);
@@ -253,16 +289,18 @@ function drawLife() {
       const label = [`try ${a.attempt}` + (a.prefix ? `, ${a.prefix} tokens reused` : ""), `try ${a.attempt}`].find(fits);
       if (label) { const tw = ctx.measureText(label).width; ctx.fillStyle = css("bg"); ctx.globalAlpha = .75; ctx.fillRect(X(a.dispatched_s) + 3 * px, (y0 + y1) / 2 - 8 * px, Math.min(tw + 6 * px, wide - 6 * px), 16 * px); ctx.globalAlpha = 1; ctx.fillStyle = css("fg"); ctx.fillText(label, X(a.dispatched_s) + 6 * px, (y0 + y1) / 2, wide - 12 * px); }
     }
-    ctx.textBaseline = "bottom"; ctx.font = `${11 * px}px system-ui, sans-serif`;
-    stages.forEach(([name, t], i) => { const x = X(t); ctx.strokeStyle = css("flight"); ctx.lineWidth = px; ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke(); ctx.fillStyle = css("fg"); const left = x > bbox.left + bbox.width - 70 * px; ctx.textAlign = left ? "right" : "left"; ctx.fillText(name, x + (left ? -3 : 3) * px, bbox.top + bbox.height - (2 + 12 * (i % 3)) * px); });
+    for (const [, t] of stages) { const x = X(t); ctx.strokeStyle = css("flight"); ctx.lineWidth = px; ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke(); }
+    labels(u, stages.map(([name, t]) => [name, X(t)]), Y(siblings + .1), 1);
   }, (u, x, y) => { const a = mine.find((v) => v.sibling === Math.floor(y) && v.dispatched_s <= x && Math.max(v.ended_s, v.killed ? v.ended_max_s || 0 : 0) >= x); return a && {text: tell(a), attempt: a}; });
   keys($("life"), life, (by) => { life.at = clamp((life.at == null ? (by > 0 ? -1 : 1) : life.at) + by, 0, mine.length - 1); $("life-text").textContent = tell(mine[life.at]).replaceAll("\n", "; "); });
   $("group-hint").textContent = `Group ${picked}, prompt ${g.sample_id || "?"}, epoch ${g.epoch == null ? "?" : g.epoch}: ${g.status || "?"}${g.reason ? " (" + g.reason + ")" : ""}${g.trained_step != null ? ", step " + g.trained_step : ""}. Hatched: cut off. Pale: may still have run.`;
   const head = ["sibling", "attempt", "worker", "from", "to", "seconds", "outcome", "reason", "kept as", "tokens", "reused", "thrown away"];
   const rows = mine.map((a) => [a.sibling, a.attempt, a.worker, clock(a.dispatched_s), clock(a.ended_s), number(a.ended_s - a.dispatched_s), a.outcome + (a.adopted ? ", adopted" : ""), a.lost_reason || a.reason || "", a.fate, number(a.tokens), number(a.prefix), number(a.thrown_tokens)]);
-  const cell = (tag, v) => { const c = document.createElement(tag); c.textContent = v; if (tag === "td" && typeof v === "number") c.className = "n"; return c; };
-  const line = (tag, values) => { const r = document.createElement("tr"); r.append(...values.map((v) => cell(tag, v))); return r; };
+  const cell = (tag, v) => { const c = document.createElement(tag); c.textContent = v; return c; };
+  const numeric = [0, 1, 2, 3, 4, 5, 9, 10, 11];
+  const line = (tag, values) => { const r = document.createElement("tr"); r.append(...values.map((v, i) => { const c = cell(tag, v); if (numeric.includes(i)) c.className = "n"; if (tag === "th") c.scope = "col"; return c; })); return r; };
   $("life-table").replaceChildren(line("th", head), ...rows.map((r) => line("td", r)));
+  hints();
 }
 function movePick(by) { const list = choices(), at = list.indexOf(picked); if (list.length) pick(list[clamp(at < 0 ? 0 : at + by, 0, list.length - 1)]); }
 $("group").addEventListener("change", () => { const text = $("group").value.trim(), named = data.groups.find((g) => g.sample_id === text); pick(/^\d+$/.test(text) ? +text : named ? named.group_id : text); });
@@ -273,9 +311,11 @@ $("group-hit").addEventListener("change", fillChoices);
 function lines(id, table, series, more) {
   const host = $(id);
   if (!table[0].length) { host.textContent = "Nothing to show."; return; }
+  const latest = (u, i) => { for (let at = u.data[i].length - 1; at >= 0; at--) if (u.data[i][at] != null) return u.data[i][at]; return null; };
+  const told = (show) => (u, v, i, at) => { const w = at == null ? latest(u, i) : v; return w == null ? "–" : show(w); };  // no cursor: the latest
   const u = new uPlot(Object.assign({
     width: host.clientWidth, height: 220, scales: {x: {time: false}}, cursor: {sync: {key: "time"}, drag: {x: true, y: false}},
-    series: [{label: "run clock", value: (_, v) => v == null ? "–" : clock(v)}, ...series.map((s) => Object.assign({width: 1.5, points: {show: false}, value: (_, v) => v == null ? "–" : number(v)}, s, {stroke: css(s.stroke), fill: s.fill && css(s.stroke) + "33"}))],
+    series: [{label: "run clock", value: told(clock)}, ...series.map((s) => Object.assign({width: 1.5, points: {show: false}, value: told(number)}, s, {stroke: css(s.stroke), fill: s.fill && css(s.stroke) + "33"}))],
     axes: [timeAxis(), axis({size: 64})],
     hooks: {drawClear: [(v) => { v.ctx.save(); v.ctx.beginPath(); v.ctx.rect(v.bbox.left, v.bbox.top, v.bbox.width, v.bbox.height); v.ctx.clip(); paintMarks(v); v.ctx.restore(); }]},
   }, more), table, host);
@@ -288,13 +328,18 @@ function makeLines() {
   const s = data.series, steps = data.steps;
   lines("levels", [s.t, s.in_flight, s.buffered], [{label: "attempts in flight", stroke: "flight"}, {label: "groups in the buffer", stroke: "trained", dash: [6, 3]}]);
   lines("flows", [s.t, s.generated_per_s, s.lost_per_s, s.trained_per_s], [{label: "generated, by end of attempt", stroke: "flight"}, {label: "of these lost, then or later", stroke: "thrown", fill: true}, {label: "trained", stroke: "trained", dash: [6, 3]}]);
-  const at = steps.map((v) => v.applied_s), band = (name) => steps.map((v) => v[name]);
-  lines("age", [at, band("age_mean"), band("age_min"), band("age_max")], [{label: "mean age", stroke: "trained", width: 2, points: {show: at.length < 200}}, {label: "youngest", stroke: "buffered", dash: [3, 3]}, {label: "oldest", stroke: "stale", dash: [6, 3]}],
-    {bands: [{series: [3, 2], fill: css("buffered") + "22"}]});
+  const nothing = data.outages.map((o) => ({applied_s: (o.died_min_s + Math.max(o.until_s, o.died_min_s)) / 2}));  // lines break there
+  const points = [...steps, ...nothing].sort((v, w) => v.applied_s - w.applied_s);
+  const at = points.map((v) => v.applied_s), band = (name) => points.map((v) => v[name] ?? null);
+  lines("age", [at, band("age_mean"), band("age_min"), band("age_max")], [{label: "mean age", stroke: "trained", width: 2, points: {show: at.length < 200}}, {label: "youngest", stroke: "buffered", dash: [3, 3], points: {show: at.length < 200, size: 4}}, {label: "oldest", stroke: "stale", dash: [6, 3], points: {show: at.length < 200, size: 4}}],
+    {scales: {x: {time: false}, y: {range: (u, lo, hi) => [Math.min(lo ?? 0, 0), Math.max((hi ?? 0) * 1.1, 1)]}}, bands: [{series: [3, 2], fill: css("buffered") + "22"}]});
+  window.unlostAges = {times: at, ages: band("age_mean")};
+  window.unlostClocks = clocks;
   const saves = data.timeline.checkpoints.filter((c) => c.checkpoint != null && c.ended_s != null), dots = {paths: () => null, points: {show: true, size: 7}};
   const only = (f) => saves.map((c) => f(c) ? c.ended_s - c.cut_s : null);
   lines("saves", [saves.map((c) => c.cut_s), only((c) => c.outcome === "committed" && c.kind === "trainer"), only((c) => c.outcome === "committed" && c.kind !== "trainer"), only((c) => c.outcome === "failed")],
-    [{label: "trainer, s", stroke: "trained", ...dots}, {label: "rollout, s", stroke: "buffered", ...dots}, {label: "failed, s", stroke: "thrown", ...dots, points: {show: true, size: 11}}]);
+    [{label: "trainer, s", stroke: "trained", ...dots}, {label: "rollout, s", stroke: "buffered", ...dots}, {label: "failed, s", stroke: "thrown", ...dots, points: {show: true, size: 11}}],
+    {scales: {x: {time: false}, y: {range: (u, lo, hi) => [0, Math.max((hi ?? 0) * 1.1, 1e-3)]}}});
 }
 
 // --- page ----------------------------------------------------------------------------------------------------------
@@ -310,7 +355,8 @@ $("theme").addEventListener("click", () => {
   root.dataset.theme = dark ? "light" : "dark"; draw();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-let resizing; addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { for (const c of charts) c.u.setSize({width: c.host.clientWidth, height: c.height}); }, 100); });
-fillChoices(); draw(); movePick(0);
+let resizing; addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { for (const c of charts) c.u.setSize({width: c.host.clientWidth, height: c.height}); hints(); }, 100); });
+function hints() { for (const box of document.querySelectorAll(".scroll")) box.classList.toggle("more", box.scrollWidth > box.clientWidth + 1); }
+fillChoices(); draw(); movePick(0); hints();
 document.documentElement.dataset.ready = "yes";
 })();

@@ -329,3 +329,96 @@ def test_a_small_story_renders_too(tmp_path):
         assert browser.run("return document.documentElement.dataset.ready") == "yes"
         assert "28" in browser.run("return document.querySelector('#losses').textContent")
         assert browser.complaints() == []
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory):
+    """Killed, stopped before anything was restored, stopped in the middle, finished: in a browser window of 520 px."""
+    if MISSING:
+        pytest.skip(MISSING)
+    folder = tmp_path_factory.mktemp("disturbed")
+    world = World(sim_config(), seed=3)
+    for more in ({"kill_at_s": 2.5}, {"stop_at_s": 0.0001}, {"stop_at_s": 3.0}, {}):
+        world.live(**more)
+        world.now_us += 3_000_000
+    data = data_of(to_disk(world, folder / "run"))
+    file = folder / "report.html"
+    file.write_text(page(data), encoding="utf-8")
+    with Browser() as browser:
+        yield browser, data, file
+
+
+WRITTEN = """
+const said = [], write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y, most) {
+  const m = this.getTransform(), w = this.measureText(text).width;
+  const from = {left: 0, start: 0, center: w / 2, right: w, end: w}[this.textAlign];
+  said.push([String(text), m.a ? x - from : NaN, y, w, this.textBaseline]); return write.apply(this, arguments); };
+document.getElementById("theme").click(); document.getElementById("theme").click();
+return new Promise((done) => setTimeout(() => {
+  CanvasRenderingContext2D.prototype.fillText = write; done(said); }, 200));
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [520, 1400])
+def test_words_in_charts_are_whole(disturbed, width):
+    """No label begins left of its canvas; the clocks of an axis have one form; kills and stops are named."""
+    browser, _, file = disturbed
+    browser.devtools("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    browser.open(file)
+    written = browser.run(WRITTEN)
+    words = {text for text, *_ in written}
+    assert {"killed", "stopped", "admitted", "committed", "claimed", "trained"} <= words
+    assert any(re.fullmatch(r"(worker |w)\d+, \d+, …", text) for text in words)
+    assert [text for text, left, *_ in written if left is not None and left < 0] == []
+    marks = [left for text, left, *_ in written if text in ("killed", "stopped", "admitted")]
+    assert min(marks) >= 60  # inside the charts, whose axes take up more than that
+    stages = [row for row in written if row[0] in ("admitted", "committed", "claimed", "trained")]
+    assert len(stages) >= 4
+    for text, left, top, wide, _ in stages:
+        for other, start, height, far, _ in stages:
+            if text != other and abs(top - height) < 12:
+                assert left + wide <= start or start + far <= left, (text, other)
+    clocks = browser.run("return [[57.5, 60, 62.5, 65], [60, 65], [0, 1800]].map(window.unlostClocks)")
+    assert clocks == [["0:57.5", "1:00.0", "1:02.5", "1:05.0"], ["1:00", "1:05"], ["0:00", "30:00"]]
+    assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_legends_tell_the_latest_values_and_lines_break_at_outages(disturbed):
+    """Without the mouse: what the series ended with; and the line of ages has a hole for each outage."""
+    browser, data, file = disturbed
+    browser.open(file)
+    legend = browser.run("return document.querySelector('#levels .u-legend').textContent")
+    assert legend.endswith("attempts in flight0groups in the buffer0")
+    assert browser.run("return document.querySelector('#age .u-legend').textContent").count("\u2013") == 0
+    assert len(data["outages"]) == 2
+    holes = browser.run(
+        "const {times, ages} = window.unlostAges; return times.filter((_, i) => ages[i] == null).sort((a, b) => a - b)"
+    )
+    assert len(holes) == 2
+    for at, outage in zip(holes, data["outages"], strict=True):
+        assert outage["died_min_s"] <= at <= outage["until_s"]
+
+
+@pytest.mark.slow
+def test_wide_tables_say_that_they_go_on(disturbed):
+    """At 520 px a table that is cut off has a hint; at full width none has. Heads stand over their numbers."""
+    browser, _, file = disturbed
+    for width, cut in ((520, True), (1400, False)):
+        browser.devtools(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
+        )
+        browser.open(file)
+        assert (browser.run("return document.querySelectorAll('.scroll.more').length") > 0) is cut
+        hidden = (
+            "return [...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth + 1).length"
+        )
+        assert (browser.run(hidden) > 0) is cut
+    uneven = browser.run(
+        "return [...document.querySelectorAll('table')].flatMap((t) => [...t.querySelectorAll('tbody tr, tr')].flatMap("
+        "(r) => [...r.children].map((c, i) => [c, t.querySelectorAll('th')[i]]).filter(([c, h]) => "
+        "c.tagName === 'TD' && c.classList.contains('n') && !h.classList.contains('n')).map(([c, h]) => h.textContent)))"
+    )
+    assert uneven == []

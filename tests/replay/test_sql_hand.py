@@ -228,6 +228,17 @@ def test_loss_by_length(database):
     ]
 
 
+def test_tenths_with_the_same_bounds_are_one(tmp_path):
+    """Two short siblings, and eighteen that reached the limit of 64: two rows, not ten that mostly say 64 to 64."""
+    told = [stories.started(0, 1), stories.reserved(1, 0, 0, 1, 20), stories.admitted(1, 0)]
+    for sibling in range(20):
+        told += [stories.dispatched(2, 0, sibling), stories.sealed(3, 0, sibling, tokens=64 if sibling > 1 else 5)]
+    with open_database([write(tmp_path, told)]) as opened:
+        rows = opened.query(named("loss-by-length").sql).dicts()
+
+    assert [(r["decile"], r["shortest"], r["longest"], r["siblings"]) for r in rows] == [(1, 5, 5, 2), (10, 64, 64, 18)]
+
+
 def test_checkpoints_and_stalls(database):
     """One committed (3 s) and one skipped; between its cut (40) and its end (43) nothing was sealed."""
     rows = ask(database, "checkpoints", "trace_example")
