@@ -330,6 +330,13 @@ def _costs(data: dict[str, Any]) -> list[str]:
             f"Kills and stops threw away {_bounds(row, 'seconds', ' s')} of generation"
             + (f" and {_bounds(row, 'tokens', ' tokens')}." if row["tokens"] is not None else ".")
         )
+    unseen = max((o["died_max_s"] - o["died_min_s"] for o in data["outages"] if o["status"] == "killed"), default=0.0)
+    if "generation" in crash and unseen >= 0.05:
+        longest = "up to " if sum(o["status"] == "killed" for o in data["outages"]) > 1 else ""
+        said.append(
+            f"When a process died is not in the journal; nothing is known of it for {longest}{_number(unseen)} s, "
+            f"until the next start: the upper bounds of seconds count that in."
+        )
     more = []
     if "trainer" in crash:
         more.append(f"{_number(crash['trainer']['seconds'])} s of training done again")

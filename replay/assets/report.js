@@ -277,7 +277,7 @@ function drawLife() {
   const from = Math.min(...mine.map((a) => a.dispatched_s), ...stages.map((s) => s[1])), to = Math.max(...mine.map((a) => Math.max(a.ended_s, a.ended_max_s || 0)), ...stages.map((s) => s[1]));
   const old = charts.findIndex((c) => c.host.id === "life");
   if (old >= 0) { charts[old].u.destroy(); charts.splice(old, 1); }
-  const names = 1 + .45 * stages.length;  // room below the bars for the names of the stages
+  const names = .3 + .42 * stages.length;  // room below the bars for the names of the stages
   life = canvasChart("life", (siblings + names) * 34 + 60, from, Math.max(to, from + 1e-3), siblings + names, (s) => s < siblings ? `sibling ${s}` : "", (u) => {
     const X = (v) => u.valToPos(v, "x", true), Y = (v) => u.valToPos(v, "y", true), {ctx, bbox} = u, px = devicePixelRatio;
     for (const a of mine) {

@@ -39,6 +39,7 @@ def test_the_summary_says_what_happened_and_what_it_cost(tmp_path):
     assert "1 step stand, 1 were undone by restores; 1 prompt trained, none twice" in text
     assert "between 10 and 38.5 s of generation and between 0 and 128 tokens" in text
     assert "14 s of training done again, between 5 and 15 s until generation went on" in text
+    assert "nothing is known of it for 10 s, until the next start: the upper bounds of seconds count that in" in text
     assert "staleness 39 s, failures 8 s" in text
     assert said[-1] == "Everything adds up: attempts, tokens and seconds."
 
@@ -419,6 +420,7 @@ def test_wide_tables_say_that_they_go_on(disturbed):
     uneven = browser.run(
         "return [...document.querySelectorAll('table')].flatMap((t) => [...t.querySelectorAll('tbody tr, tr')].flatMap("
         "(r) => [...r.children].map((c, i) => [c, t.querySelectorAll('th')[i]]).filter(([c, h]) => "
-        "c.tagName === 'TD' && c.classList.contains('n') && !h.classList.contains('n')).map(([c, h]) => h.textContent)))"
+        "c.tagName === 'TD' && c.classList.contains('n') && !h.classList.contains('n'))"
+        ".map(([c, h]) => h.textContent)))"
     )
     assert uneven == []

@@ -375,6 +375,7 @@ def test_a_seal_whose_payload_is_lost(tmp_path):
 @pytest.mark.parametrize(
     ("interval", "longest", "most"),
     [(64, 16, 8), (4, 16, 8), (2, 16, 4), (64, None, 128), (None, 16, 8), (None, None, None)],
+    ids=["limit", "both", "chunks", "no_limit", "no_interval", "neither"],
 )
 def test_what_a_kill_hid_fits_into_the_response(tmp_path, interval, longest, most):
     """8 tokens were known: two chunks more at most, and no more than the response's limit leaves room for."""
