@@ -42,7 +42,16 @@ def cache_file(sources: Sequence[Cached]) -> Path | None:
     if sum(source.stop - source.start for source in sources) < CACHE_FROM_EVENTS:
         return None
     digest = hashlib.sha256(duckdb.__version__.encode())
-    for module in ("views.sql", "columns.py", "parts.py", "pairing.py", "database.py", "events.py", "trace_events.py"):
+    for module in (
+        "views.sql",
+        "bounds.py",
+        "columns.py",
+        "parts.py",
+        "pairing.py",
+        "database.py",
+        "events.py",
+        "trace_events.py",
+    ):
         digest.update(resources.files(__package__).joinpath(module).read_bytes())
     for source in sources:
         digest.update(f"\0{source.run}\0{os.path.realpath(source.path)}\0{source.stamp}".encode())
