@@ -71,12 +71,12 @@ def repair(
 def _prunable(folder: Path, report: RepairReport) -> int | None:
     """The newest durable image, if it and all that follows can be read and the damage lies before it."""
     from ..journal import JournalDamaged, JournalReader
-    from ..replay.events import EVENT_TYPES
+    from ..replay.events import EVENT_TYPES, Event
 
     if folder.name != EVENTS_FOLDER:
         return None
     try:
-        reader = JournalReader(folder, EVENT_TYPES)
+        reader: JournalReader[Event] = JournalReader(folder, EVENT_TYPES)
         image = reader.last_image(before=reader.watermark - 1) if reader.watermark else None
         if image is None or image <= report.keep_until:
             return None
