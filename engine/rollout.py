@@ -39,8 +39,8 @@ from .workers import Member, WorkerPool
 log = logging.getLogger(__name__)
 
 
-SUSPECT_LOSSES = 2
 CAUSE_LENGTH = 300
+SUSPECT_LOSSES = 2
 """Lost workers after which a prompt is tried alone: who ran beside the one that kills must not be blamed with it."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
