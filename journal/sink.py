@@ -187,20 +187,23 @@ class SegmentSink:
         return b"".join(parts), chain
 
     def _create(self, first_offset: int) -> StorageFile:
-        """A new segment file. One of that name from a zombie of an older incarnation is moved aside."""
+        """A new segment file.
+
+        What is there of that name is our own, left behind by a failure, or a zombie's of an older incarnation, or we
+        are the zombie: then it is the newer incarnation's, and not touched.
+        """
         path = os.path.join(self._directory, segment_name(first_offset))
-        if self._abandoned is not None:
-            self._storage.remove(self._abandoned)
-            self._abandoned = None
         self._first_offset = first_offset
         try:
-            return self._storage.create(path)
+            file = self._storage.create(path)
         except FileExistsError:
             self._still_owner()
-            self._set_aside(path)
-            return self._storage.create(path)
+            self._clear_the_way(path)
+            file = self._storage.create(path)
+        self._abandoned = None
+        return file
 
-    def _set_aside(self, path: str) -> None:
+    def _clear_the_way(self, path: str) -> None:
         file = self._storage.open(path)
         try:
             preamble = read_preamble(file, path)
@@ -208,12 +211,15 @@ class SegmentSink:
             raise JournalFenced(f"{error} It is in the way of incarnation {self._incarnation}, which stops") from error
         finally:
             file.close()
-        if not isinstance(preamble, str) and preamble.incarnation >= self._incarnation:
+        found = None if isinstance(preamble, str) else preamble.incarnation
+        if path == self._abandoned and found in (None, self._incarnation):
+            self._storage.remove(path)
+            return
+        if found is not None and found >= self._incarnation:
             raise JournalFenced(
-                f"{path}: written by incarnation {preamble.incarnation}; this writer is incarnation "
-                f"{self._incarnation} and stops"
+                f"{path}: written by incarnation {found}; this writer is incarnation {self._incarnation} and stops"
             )
-        who = "unreadable" if isinstance(preamble, str) else f"incarnation-{preamble.incarnation}"
+        who = "unreadable" if found is None else f"incarnation-{found}"
         aside = f"{path}.zombie-{who}-{self._clock.wall_ns()}"
         logger.warning("%s was in the way of incarnation %d: moved to %s", path, self._incarnation, aside)
         self._storage.rename(path, aside)
