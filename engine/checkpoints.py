@@ -332,13 +332,18 @@ class Checkpointer:
             ) from error
 
     async def remove_leftovers(self) -> None:
-        """Remove folders of killed or retired checkpoints; call only after what retired them is durable."""
+        """Remove folders of killed or retired checkpoints, once what retired them is durable.
+
+        To a run that was taken over those of its successor look like leftovers: it is fenced here (protocol rule 1).
+        """
         state = self.ledger.state
         keep = {name_of(c) for c in state.checkpoints} | {name_of(c) for c in state.started.values()}
-        for name in await self.folders.names(self.root):
-            ours = name.startswith(("step_", "rollout_", TEMPORARY))
-            if ours and name.removeprefix(TEMPORARY) not in keep:
-                await remove_or_leave(self.folders, f"{self.root}/{name}")
+        names = [n for n in await self.folders.names(self.root) if n.startswith(("step_", "rollout_", TEMPORARY))]
+        left = [name for name in names if name.removeprefix(TEMPORARY) not in keep]
+        if left:
+            await self.ledger.before_destructive(state.offset - 1)
+        for name in left:
+            await remove_or_leave(self.folders, f"{self.root}/{name}")
 
     async def wait(self) -> None:
         """Until no checkpoint is in progress; raises what stopped it."""

@@ -38,6 +38,14 @@ class TrainerLost(UnlostError):
     """A trainer rank is gone, and the weights with it: the run goes on from its last checkpoint when started again."""
 
 
+def _made_ns(folder: Path) -> int:
+    """When a folder got its last entry; 0 if it is gone."""
+    try:
+        return folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
 class TrainerProcess:
     """The actor of one rank. Every method answers with a result or a ``Failure``.
 
@@ -127,10 +135,12 @@ class TrainerProcess:
         version = self._trainer.version
         name = f"b{branch:05d}-v{version:07d}"
         self._trainer.publish(root / name)
-        # A worker may still be reading the one before; nobody reads what is older, or what a killed run left.
+        # A worker may still be reading the one before; nobody reads what is older, or what a killed run left. What is
+        # younger than the one before is a successor's, if this run was taken over and does not know it yet.
         self._published = [*(n for n in self._published if n != name), name][-PUBLISHED_KEPT:]
+        before = _made_ns(root / self._published[0])
         for other in os.listdir(root):
-            if other not in self._published:
+            if other not in self._published and _made_ns(root / other) <= before:
                 shutil.rmtree(root / other, ignore_errors=True)
         return WeightsRef(branch, version, str(root / name))
 

@@ -128,6 +128,10 @@ async def test_steps_saves_and_weights(
     assert (weights.branch, weights.version) == (3, 3)
     assert Path(weights.path).parent == Path(config.run_dir) / "weights"
     assert sorted(os.listdir(Path(config.run_dir) / "weights")) == ["b00000-v0000002", "b00003-v0000003"]
+    successors = Path(config.run_dir) / "weights" / "b00004-v0000003"
+    successors.mkdir()  # this run was taken over, and has not noticed yet
+    await trainer.publish_weights(5)
+    assert sorted(os.listdir(successors.parent)) == ["b00003-v0000003", "b00004-v0000003", "b00005-v0000003"]
 
 
 def trainer_settings(config: Config) -> Any:

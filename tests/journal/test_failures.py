@@ -385,6 +385,7 @@ def test_a_zombie_is_fenced_and_not_read() -> None:
     assert third.incarnation == 3
 
 
+@nothing_else_is_refused
 @pytest.mark.parametrize(
     "failing", [("write",), ("write", "truncate"), ("sync",), ("sync", "truncate"), ("sync_directory",)]
 )

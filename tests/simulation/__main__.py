@@ -28,13 +28,13 @@ def main() -> int:
     parser.add_argument("--log", action="store_true", help="show the engine's own log")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO if options.log else logging.CRITICAL + 1)
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGVTALRM, _too_long)
     total: Counter[str] = Counter()
     events: Counter[str] = Counter()
     failed, lives, began = [], 0, time.process_time()
     seeds = options.seeds or range(options.first, options.first + options.count)
     for seed in seeds:
-        signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_SEED_MAX)
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_PER_SEED_MAX)
         try:
             report = run_seed(seed)
         except BaseException as error:
@@ -52,7 +52,7 @@ def main() -> int:
         total.update(report.coverage)
         events.update(report.events)
         lives += report.lives
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     seconds = time.process_time() - began
     print(
         f"{len(seeds)} seeds, {len(failed)} failed, {total['crashes']} crashes in {lives} lives, {seconds:.1f} CPU s: "
