@@ -367,7 +367,7 @@ class RolloutPump:
 
     async def _after_loss(self, key: ev.AttemptKey) -> None:
         """A worker died: what it had made durable is the next attempt's prefix, or already its seal."""
-        tail = None
+        sealed = tail = None
         if self.payloads is None:
             self._late_row(key)  # the worker may have put it before it died
         elif self.ledger.is_running(key):
@@ -378,12 +378,12 @@ class RolloutPump:
                 worker = self.state.workers.get(self.state.groups[key.group].siblings[key.sibling].source_worker)
                 wanted[source] = worker.journal if worker is not None else ""
             tails = await self.ledger.blocking(self.payloads.sealed_tails, wanted)
-            tail = tails.attempts[key]
-            if tail.sealed is None and self.ledger.is_running(key):
+            sealed = tails.attempts[key].sealed
+            if sealed is None and self.ledger.is_running(key):
                 tail = longest_tail(tails.attempts, self.state.groups[key.group], key.sibling)
-        if tail is not None and tail.sealed is not None and self.ledger.is_running(key):
-            self.ledger.seal(key, tail.sealed, adopted=True)
-            if not await self._put_from_payload(key, tail.sealed):
+        if sealed is not None and self.ledger.is_running(key):  # its own seal: an undead source may have one, too
+            self.ledger.seal(key, sealed, adopted=True)
+            if not await self._put_from_payload(key, sealed):
                 raise RunFailed(f"group {key.group} sibling {key.sibling}: its payload was readable and now is not")
             return
         durable = tail.prefix_tokens if tail is not None else 0

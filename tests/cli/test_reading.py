@@ -174,6 +174,14 @@ def _empty(field):
     raise AssertionError(text)
 
 
+WITH_CTRL_C = """
+import signal
+from unlost.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run behind an &
+main()
+"""
+
+
 @pytest.mark.slow
 def test_events_follow_shows_what_a_running_writer_appends(tmp_path):
     """Events appear while the writer is open; Ctrl-C ends it with 130."""
@@ -183,17 +191,21 @@ def test_events_follow_shows_what_a_running_writer_appends(tmp_path):
         writer.append(STORY[0])
         writer.sync()
         process = subprocess.Popen(
-            [sys.executable, "-m", "unlost.cli", "events", str(tmp_path), "--follow", "--format", "json"],
+            [sys.executable, "-c", WITH_CTRL_C, "events", str(tmp_path), "--follow", "--format", "json"],
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert json.loads(process.stdout.readline())["event"] == "RunStarted"
-        writer.append(STORY[1])
-        writer.sync()
-        assert json.loads(process.stdout.readline())["event"] == "WorkerStarted"
-        process.send_signal(signal.SIGINT)
-        process.stdout.close()
-        assert process.wait(60) == 130
+        try:
+            assert json.loads(process.stdout.readline())["event"] == "RunStarted"
+            writer.append(STORY[1])
+            writer.sync()
+            assert json.loads(process.stdout.readline())["event"] == "WorkerStarted"
+            process.send_signal(signal.SIGINT)
+            process.stdout.close()
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+            process.wait()
 
 
 # --- verify --------------------------------------------------------------------------------------------------------
