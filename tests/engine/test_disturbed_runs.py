@@ -17,6 +17,8 @@ from unlost.engine.progress import EXIT_RESUMABLE, Progress
 from unlost.replay import events as ev
 from unlost.replay.events import AttemptKey
 
+pytestmark = pytest.mark.slow  # in sum more than a fast suite should take
+
 SAMPLERS = ("in_order", "weight_fifo", "windowed", "ready_first")
 
 

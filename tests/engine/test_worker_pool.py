@@ -11,6 +11,8 @@ from tests.simulation.world import Hooks, Incarnation, World, sim_config
 from unlost.engine.protocols import WeightsRef
 from unlost.replay.events import StepApplied, WorkerStarted
 
+pytestmark = pytest.mark.slow  # in sum more than a fast suite should take
+
 
 class DyingWorkers(Hooks):
     """``dies``: (worker's number, the call it dies in), for every worker made."""

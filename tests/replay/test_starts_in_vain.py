@@ -17,6 +17,8 @@ from unlost.replay.fold import open_events
 from unlost.replay.queries import named
 from unlost.replay.report import gather
 
+pytestmark = pytest.mark.slow  # in sum more than a fast suite should take
+
 SEEDS = range(14)
 
 

@@ -19,6 +19,8 @@ from tests.simulation.run import run_case, run_seed
 from tests.simulation.watch import Crash
 from unlost.replay.events import AttemptKey
 
+pytestmark = pytest.mark.slow  # in sum more than a fast suite should take
+
 
 @pytest.fixture(autouse=True)
 def no_hanging() -> Iterator[None]:
