@@ -286,8 +286,9 @@ def summary(data: dict[str, Any]) -> list[str]:
             f"{_count(vain, 'start')} ended before {'its restore was' if vain == 1 else 'their restores were'} "
             f"complete: what was cut off before is counted with the restore that took it over."
         )
+    undone = about["steps_rolled_back"] or 0
     said.append(
-        f"{_count(about['steps'] or 0, 'step')} stand, {about['steps_rolled_back'] or 0} were undone by restores; "
+        f"{_count(about['steps'] or 0, 'step')} stand, {undone} {'was' if undone == 1 else 'were'} undone by restores; "
         f"{_count(about['groups_trained'] or 0, 'prompt')} trained, none twice."
         if not data["twice"]
         else f"{_count(about['steps'] or 0, 'step')} stand."
