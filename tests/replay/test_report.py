@@ -36,7 +36,7 @@ def test_the_summary_says_what_happened_and_what_it_cost(tmp_path):
     said = data_of(write(tmp_path / "told", everything()))["summary"]
     text = " ".join(said)
     assert "2 incarnations, 1 kill; the last ended (finished)" in text
-    assert "1 step stand, 1 were undone by restores; 1 prompt trained, none twice" in text
+    assert "1 step stand, 1 was undone by restores; 1 prompt trained, none twice" in text
     assert "between 10 and 38.5 s of generation and between 0 and 128 tokens" in text
     assert "14 s of training done again, between 5 and 15 s until generation went on" in text
     assert "nothing is known of it for 10 s, until the next start: the upper bounds of seconds count that in" in text
