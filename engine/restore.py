@@ -17,7 +17,7 @@ from typing import TypeVar
 from ..journal.errors import EXIT_USAGE, UnlostError
 from ..replay import events as ev
 from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore, Tails
-from ..replay.plan import COUNTERS, RestorePlan, attempts_to_look_for, candidates, plan_restore
+from ..replay.plan import COUNTERS, RestorePlan, attempts_to_look_for, candidates, owned_counts, plan_restore
 from ..replay.state import COMMITTED, COMPLETE, SEALED, UNFINISHED, Checkpoint, Group, State
 from ..replay.transitions import returned_groups
 from .checkpoints import DATA_PLANE_FOLDER, TRAINER_FOLDER, Folders, Manifest, name_of, read_manifest
@@ -116,6 +116,7 @@ class Restorer:
             workers.cancel()
             raise
         counters = dict(plan.counters, rows_put_back=self._rows_put_back, rows_cleared=cleared)
+        counters |= owned_counts(self.state)
         counters["groups_dropped_stale"] = len(self.sampler.evictable(self.state)) + len(
             self.sampler.stale_in_flight(self.state)
         )

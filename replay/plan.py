@@ -149,6 +149,22 @@ def plan_restore(
     return plan
 
 
+def owned_counts(state: State) -> dict[str, int]:
+    """What protocol rule 23 counts, of the state that a restore ends with.
+
+    A data plane that is lost meanwhile, together with payloads, takes siblings away that the plan reuses.
+    """
+    groups = list(state.groups.values())
+    unfinished = [g for g in groups if g.status in (RESERVED, UNFINISHED)]
+    sealed = sum(s.status == SEALED for g in unfinished for s in g.siblings)
+    return {
+        "groups_complete_restored": sum(g.status in (COMPLETE, COMMITTED) for g in groups),
+        "groups_unfinished_found": len(unfinished),
+        "siblings_reused": sealed,
+        "siblings_rerun": sum(len(g.siblings) for g in unfinished) - sealed,
+    }
+
+
 def _plan_group(
     group: Group,
     tails: Mapping[ev.AttemptKey, AttemptTail],
@@ -233,5 +249,6 @@ __all__ = [
     "attempts_to_look_for",
     "candidates",
     "longest_tail",
+    "owned_counts",
     "plan_restore",
 ]

@@ -99,7 +99,8 @@ def arrange(case: Case, watch: Watch, life_number: int, crash: Crash) -> Any:
                 loop.call_later(0.3, _inject, life, fault)
         for step in case.lose_replies if life_number == 0 else ():
             loop.call_later(0.3, lambda s=step: life.trainer.lose_reply_of.add(s) if life.trainer else None)
-        for moment in case.lose_plane_s:
+        again = not (case.lose_disk and life_number > 3)  # with a lost disk each time costs what was generated since
+        for moment in case.lose_plane_s if again else ():
             loop.call_later(moment, lambda: life.plane.lose() if life.plane else None)
         if world.zombies:
             for number in range(6):
