@@ -24,8 +24,8 @@ demo: $(TRAIN)  ## train, kill -9 in the middle, resume, show what was kept (a f
 test: $(DEV)  ## every test
 	$(BIN)/python -m pytest
 
-test-fast: $(DEV)  ## the tests that need no Ray and take no time
-	$(BIN)/python -m pytest -m 'not slow'
+test-fast: $(DEV)  ## the tests that need no Ray and take no time, on two cores
+	$(BIN)/python -m pytest -m 'not slow' -n 2
 
 check: $(DEV)  ## style, types, layers, generated pages
 	$(BIN)/ruff check .

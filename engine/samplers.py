@@ -262,10 +262,12 @@ class WeightFifo(_Staleness, _Gated):
         return found
 
     def select(self, state: State, minimum: int, maximum: int) -> list[int]:
-        """The oldest weight alone as long as it has ``minimum`` groups."""
+        """The oldest weight alone as long as it has ``minimum`` groups, else as few of the next as it takes."""
         chosen = super().select(state, minimum, maximum)
-        first = [g for g in chosen if state.groups[g].start_weight == state.groups[chosen[0]].start_weight]
-        return first if len(first) >= minimum else chosen
+        if len(chosen) < minimum:
+            return chosen
+        newest = state.groups[chosen[minimum - 1]].start_weight  # in the order of weights
+        return [g for g in chosen if state.groups[g].start_weight <= newest]
 
     def order(self, state: State, groups: Iterable[int]) -> list[int]:
         return sorted(groups, key=lambda g: (state.groups[g].start_weight, state.groups[g].slot))
