@@ -143,7 +143,7 @@ def _show(folder: Path) -> None:
 
     print("\n[4] what it came to, from the journal\n", flush=True)
     print_figures(found, final)
-    program = shutil.which("unlost") or f"{Path(sys.executable).parent / 'unlost'}"
+    program = shutil.which("unlost") or str(Path(sys.executable).parent / "unlost")
     print(f"\nlook closer:\n    {program} replay {run}\n    {program} report {run} --html report.html")
     wrong = problems(death, final, found)
     if wrong:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .output import Format, print_fields, print_json
 
 if TYPE_CHECKING:
-    from ..journal import RepairReport
-
-EVENTS_FOLDER: Final = "events"
+    from ..journal import JournalReader, RepairReport
+    from ..replay.events import Event
 
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run's folder, or one journal's.", show_default=False)
@@ -71,13 +70,14 @@ def repair(
 def _prunable(folder: Path, report: RepairReport) -> int | None:
     """The newest durable image, if it and all that follows can be read and the damage lies before it."""
     from ..journal import JournalDamaged, JournalReader
-    from ..replay.events import EVENT_TYPES, Event
+    from ..replay.events import EVENT_TYPES
+    from ..replay.fold import EVENTS_FOLDER
 
     if folder.name != EVENTS_FOLDER:
         return None
     try:
         reader: JournalReader[Event] = JournalReader(folder, EVENT_TYPES)
-        image = reader.last_image(before=reader.watermark - 1) if reader.watermark else None
+        image = _restart_begins_at(reader)
         if image is None or image <= report.keep_until:
             return None
         for _ in reader.frames(image):
@@ -85,6 +85,11 @@ def _prunable(folder: Path, report: RepairReport) -> int | None:
     except JournalDamaged:
         return None
     return image
+
+
+def _restart_begins_at(reader: JournalReader[Event]) -> int | None:
+    """Offset of the newest durable state image: what comes before it no restart needs. None: there is none yet."""
+    return reader.last_image(before=reader.watermark - 1) if reader.watermark else None
 
 
 def _show(name: str, report: RepairReport, certain: bool) -> None:
@@ -118,11 +123,11 @@ def prune(
     Refused if a restart would need what is asked for: it needs everything from the newest durable state image on.
     """
     from ..journal import prune as prune_journal
-    from ..replay.fold import open_events
+    from ..replay.fold import EVENTS_FOLDER, open_events
     from .errors import UsageFault
 
     reader = open_events(run)
-    limit = reader.last_image(before=reader.watermark - 1) if reader.watermark else None
+    limit = _restart_begins_at(reader)
     if limit is None:
         raise UsageFault(f"{run}: nothing can go: no state image is durable yet, a restart needs every event")
     wanted = limit if before is None else before

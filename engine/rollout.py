@@ -16,7 +16,7 @@ from typing import Any
 
 from ..replay import events as ev
 from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore
-from ..replay.plan import longest_tail
+from ..replay.plan import holders, longest_tail
 from ..replay.state import COMPLETE, IDLE, UNFINISHED, Group
 from .config_keys import Config
 from .dropped import RunFailed, is_filtered, may_shrink, replacement, require_floor, spare_for, step_target
@@ -371,12 +371,7 @@ class RolloutPump:
         if self.payloads is None:
             self._late_row(key)  # the worker may have put it before it died
         elif self.ledger.is_running(key):
-            journal = self.state.workers[self.state.groups[key.group].siblings[key.sibling].worker].journal
-            wanted = {key: journal}
-            source = self.state.groups[key.group].source_key(key.sibling)
-            if source is not None:
-                worker = self.state.workers.get(self.state.groups[key.group].siblings[key.sibling].source_worker)
-                wanted[source] = worker.journal if worker is not None else ""
+            wanted = holders(self.state, self.state.groups[key.group], key.sibling)
             tails = await self.ledger.blocking(self.payloads.sealed_tails, wanted)
             sealed = tails.attempts[key].sealed
             if sealed is None and self.ledger.is_running(key):

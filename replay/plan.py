@@ -73,16 +73,22 @@ def attempts_to_look_for(state: State) -> dict[ev.AttemptKey, str]:
 
     Besides the latest attempt the one that it had its prefix from: a crash may come before the prefix is durable again.
     """
-    found = {}
+    found: dict[ev.AttemptKey, str] = {}
     for group in state.groups.values():
         if group.status != UNFINISHED:
             continue
         for index, sibling in enumerate(group.siblings):
             if sibling.status != SEALED and sibling.attempt >= 0 and sibling.resumable:
-                found[group.key(index)] = _journal(state, sibling.worker)
-                source = group.source_key(index)
-                if source is not None:
-                    found[source] = _journal(state, sibling.source_worker)
+                found |= holders(state, group, index)
+    return found
+
+
+def holders(state: State, group: Group, index: int) -> dict[ev.AttemptKey, str]:
+    """The sibling's latest attempt and the one that it had its prefix from -> payload journal ("": not known)."""
+    sibling, source = group.siblings[index], group.source_key(index)
+    found = {group.key(index): _journal(state, sibling.worker)}
+    if source is not None:
+        found[source] = _journal(state, sibling.source_worker)
     return found
 
 
@@ -248,6 +254,7 @@ __all__ = [
     "SiblingAction",
     "attempts_to_look_for",
     "candidates",
+    "holders",
     "longest_tail",
     "owned_counts",
     "plan_restore",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
@@ -24,7 +25,14 @@ def ray_cluster() -> Iterator[Cluster]:
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def real_plane(ray_cluster: Cluster) -> AsyncIterator[TransferQueueDataPlane]:
     """A running TransferQueue with two storage units. Tests leave it running, and clear what they put."""
-    plane = TransferQueueDataPlane(storage_units=2, start_timeout_s=180)
+    async with running_plane(storage_units=2) as plane:
+        yield plane
+
+
+@asynccontextmanager
+async def running_plane(storage_units: int) -> AsyncIterator[TransferQueueDataPlane]:
+    """TransferQueue, started in the Ray cluster that is up, and stopped."""
+    plane = TransferQueueDataPlane(storage_units=storage_units, start_timeout_s=180)
     await plane.start()
     yield plane
     await plane.stop()

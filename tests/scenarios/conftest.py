@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from tests.engine.conftest import ray_cluster
+from tests.engine.conftest import ray_cluster, running_plane
 from unlost.engine.cluster import Cluster
 from unlost.engine.data_plane import TransferQueueDataPlane
 
@@ -16,7 +16,5 @@ __all__ = ["ray_cluster", "real_plane"]
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def real_plane(ray_cluster: Cluster) -> AsyncIterator[TransferQueueDataPlane]:
     """One storage unit: every case starts the service anew, and each of its processes takes seconds to import."""
-    plane = TransferQueueDataPlane(storage_units=1, start_timeout_s=180)
-    await plane.start()
-    yield plane
-    await plane.stop()
+    async with running_plane(storage_units=1) as plane:
+        yield plane

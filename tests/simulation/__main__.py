@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 import time
 import traceback
 from collections import Counter
 
+from tests.simulation.limit import cpu_bound
 from tests.simulation.run import run_seed
-
-SECONDS_PER_SEED_MAX = 60
-
-
-def _too_long(*_: object) -> None:
-    raise AssertionError(f"the process hangs: more than {SECONDS_PER_SEED_MAX} s in one seed")
 
 
 def main() -> int:
@@ -28,15 +22,14 @@ def main() -> int:
     parser.add_argument("--log", action="store_true", help="show the engine's own log")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO if options.log else logging.CRITICAL + 1)
-    signal.signal(signal.SIGVTALRM, _too_long)
     total: Counter[str] = Counter()
     events: Counter[str] = Counter()
     failed, lives, began = [], 0, time.process_time()
     seeds = options.seeds or range(options.first, options.first + options.count)
     for seed in seeds:
-        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_PER_SEED_MAX)
         try:
-            report = run_seed(seed)
+            with cpu_bound():
+                report = run_seed(seed)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
@@ -52,7 +45,6 @@ def main() -> int:
         total.update(report.coverage)
         events.update(report.events)
         lives += report.lives
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     seconds = time.process_time() - began
     print(
         f"{len(seeds)} seeds, {len(failed)} failed, {total['crashes']} crashes in {lives} lives, {seconds:.1f} CPU s: "

@@ -7,7 +7,6 @@ that survives (``make mutants``).
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.fakes import SimPlan
 from tests.simulation.draw import Case, draw
+from tests.simulation.limit import cpu_bound
 from tests.simulation.run import run_case, run_seed
 from tests.simulation.watch import Crash
 from unlost.replay.events import AttemptKey
@@ -24,16 +24,10 @@ pytestmark = pytest.mark.slow  # in sum more than a fast suite should take
 
 @pytest.fixture(autouse=True)
 def no_hanging() -> Iterator[None]:
-    def too_long(*_: object) -> None:
-        raise AssertionError("more than 60 s: something loops without waiting")
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.setitimer(signal.ITIMER_REAL, 60)
     logging.disable(logging.CRITICAL)
-    yield
+    with cpu_bound():
+        yield
     logging.disable(logging.NOTSET)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def plain(*crashes: Crash, **keys: Any) -> Case:

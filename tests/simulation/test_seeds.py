@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,33 +13,25 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation.limit import cpu_bound
 from tests.simulation.run import run_seed
 
 ROOT = Path(__file__).parents[2]
 FIXED = range(20)
 FRESH = int(os.environ.get("UNLOST_SIMULATION_SEEDS", "500"))
-SECONDS_PER_SEED_MAX = 60
 
 
 @pytest.fixture(autouse=True)
-def no_hanging() -> Iterator[None]:
-    """A loop that never waits would hang the process, not only the virtual run."""
-
-    def too_long(*_: object) -> None:
-        raise AssertionError(f"more than {SECONDS_PER_SEED_MAX} s in one seed: something loops without waiting")
-
-    before = signal.signal(signal.SIGVTALRM, too_long)
+def quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)  # scripted failures are loud
     yield
     logging.disable(logging.NOTSET)
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    signal.signal(signal.SIGVTALRM, before)
 
 
 def run(seed: int) -> Counter[str]:
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_PER_SEED_MAX)
     try:
-        return run_seed(seed).coverage
+        with cpu_bound():
+            return run_seed(seed).coverage
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise AssertionError(f"replay with: python -m tests.simulation {seed}\n{why}") from error
