@@ -19,7 +19,7 @@ import numpy as np
 
 from unlost.journal import JournalOptions, JournalWriter
 from unlost.replay.events import AttemptKey, PayloadRecord
-from unlost.replay.payloads import Payload, checksum, progress_record, sealed_record
+from unlost.replay.payloads import Payload, Unsealed, progress_later, sealed_record, with_checksum
 
 from .result import Result, Table, Target, median, percentile
 
@@ -34,11 +34,11 @@ SPANS = ((0, 0, 3),)
 
 @dataclass(frozen=True)
 class Sample:
-    """One sibling's arrays as the generator leaves them: raw int32 and float32 bytes."""
+    """One sibling's arrays as a worker gathers them: raw int32 and float32 bytes."""
 
     prompt: bytes
-    ids: bytes
-    logprobs: bytes
+    ids: bytearray
+    logprobs: bytearray
 
 
 def logprobs(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -75,7 +75,7 @@ def make_groups(count: int, tokens: int, kind: str) -> list[list[Sample]]:
     def sample(group: int, sibling: int) -> Sample:
         at = (group * SIBLINGS + sibling) * size
         prompt = prompts[4 * PROMPT_TOKENS * group : 4 * PROMPT_TOKENS * (group + 1)]
-        return Sample(prompt, ids[at : at + size], probabilities[at : at + size])
+        return Sample(prompt, bytearray(ids[at : at + size]), bytearray(probabilities[at : at + size]))
 
     return [[sample(group, sibling) for sibling in range(SIBLINGS)] for group in range(count)]
 
@@ -100,7 +100,8 @@ def whole(writer: JournalWriter[PayloadRecord], groups: list[list[Sample]]) -> A
 
     def append(number: int) -> None:
         for index, sample in enumerate(groups[number]):
-            writer.append(sealed_record(number, _payload(number, index, sample), 0, ()))
+            sealing = Unsealed(number, _payload(number, index, sample), 0, ())
+            writer.append_later(sealing.record, sealing.bytes_max)
 
     return append
 
@@ -115,32 +116,29 @@ def chunked(writer: JournalWriter[PayloadRecord], groups: list[list[Sample]]) ->
             last = max(0, payload.tokens - 1) // CHUNK * CHUNK
             for first in range(0, last, CHUNK):
                 part = slice(4 * first, 4 * (first + CHUNK))
-                record = progress_record(number, payload.key, first, sample.ids[part], sample.logprobs[part], SPANS)
-                chunks.append(writer.append(record))
-            writer.append(sealed_record(number, payload, last, chunks))
+                ids, logprobs = bytes(sample.ids[part]), bytes(sample.logprobs[part])
+                chunks.append(writer.append_later(*progress_later(number, payload.key, first, ids, logprobs, SPANS)))
+            sealing = Unsealed(number, payload, last, chunks)
+            writer.append_later(sealing.record, sealing.bytes_max)
 
     return append
 
 
-def appended_only(writer: JournalWriter[PayloadRecord], groups: list[list[Sample]]) -> Append:
-    """The append alone: records shuffled, summed and built before."""
-    built = [
-        [sealed_record(number, _payload(number, index, sample), 0, ()) for index, sample in enumerate(siblings)]
-        for number, siblings in enumerate(groups)
-    ]
+def built_by_the_caller(writer: JournalWriter[PayloadRecord], groups: list[list[Sample]]) -> Append:
+    """One record a sibling, summed, shuffled and encoded before it is queued: what the flush thread saves."""
 
     def append(number: int) -> None:
-        for record in built[number]:
-            writer.append(record)
+        for index, sample in enumerate(groups[number]):
+            writer.append(sealed_record(number, with_checksum(_payload(number, index, sample)), 0, ()))
 
     return append
 
 
 def _payload(group: int, index: int, sample: Sample) -> Payload:
+    """As a worker's ``_payload``: the buffers are copied, the checksum is still to be made."""
     return Payload(
-        key=AttemptKey(1, group, index, 0), prompt_ids=sample.prompt, token_ids=sample.ids, logprobs=sample.logprobs,
-        weight_spans=SPANS, reward=0.5, checksum=checksum(sample.prompt, sample.ids, sample.logprobs, SPANS, 0.5),
-        truncated=False, metrics={},
+        key=AttemptKey(1, group, index, 0), prompt_ids=sample.prompt, token_ids=bytes(sample.ids),
+        logprobs=bytes(sample.logprobs), weight_spans=SPANS, reward=0.5, checksum=0, truncated=False, metrics={},
     )  # fmt: skip
 
 
@@ -195,7 +193,7 @@ def sidecar_cost(groups: list[list[Sample]], pace_s: float) -> Cost:
 WAYS: dict[str, Callable[[list[list[Sample]], float], Cost]] = {
     "journal, one record a sibling": lambda groups, pace: journal_cost(whole, groups, pace),
     "journal, a record every 64 tokens": lambda groups, pace: journal_cost(chunked, groups, pace),
-    "journal, records built before": lambda groups, pace: journal_cost(appended_only, groups, pace),
+    "journal, one record, built by the caller": lambda groups, pace: journal_cost(built_by_the_caller, groups, pace),
     "sidecar files, fsync each (fp16)": sidecar_cost,
 }
 COLUMNS = [
@@ -243,8 +241,9 @@ def _result(
         method=(
             f"Groups of {SIBLINGS} siblings with token ids (int32) and exact float32 log-probabilities, "
             f"{PROMPT_TOKENS} prompt tokens each, through the records that workers write (`replay/payloads.py`: "
-            "CRC-32, byte shuffle, one msgpack record). Log-probabilities are drawn from soft-maxes of many "
-            "sharpnesses; ids Zipf-like over a vocabulary of 152,000 in no order of frequency, or uniform. "
+            "CRC-32, byte shuffle, one msgpack record, on the flush thread). Log-probabilities are drawn from "
+            "soft-maxes of many sharpnesses; ids Zipf-like over a vocabulary of 152,000 in no order of frequency, "
+            "or uniform. "
             "`caller`: time on the generating thread for a whole group, a group of 1,024 tokens every "
             f"{PACE_S * 1e3:g} ms and longer ones as much rarer; {repeats} repeats, all ways in turn. `MB/s`: 8 bytes "
             "a token, flat out until durable. The sidecar writer stores half-precision log-probabilities and a mask, "

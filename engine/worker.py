@@ -24,7 +24,7 @@ import msgspec
 from ..journal.errors import JournalError
 from ..journal.writer import JournalWriter
 from ..replay.events import FAIL_DATA, FAIL_INFRASTRUCTURE, AttemptKey, Receipt
-from ..replay.payloads import Payload, Span, checksum, progress_record, receipt_of, sealed_record
+from ..replay.payloads import Payload, Span, Unsealed, progress_later, receipt_of, with_checksum
 from .data_plane import DataPlaneLost
 from .protocols import (
     AttemptAborted,
@@ -38,6 +38,7 @@ from .protocols import (
     WorkerLost,
     WorkerStats,
 )
+from .rows import row_of
 from .worker_parts import Encode, GeneratorEngine, HasBytes, RowSink, Score, WorkerOptions
 
 log = logging.getLogger(__name__)
@@ -357,17 +358,9 @@ class WorkerCore:
 
     async def _seal(self, attempt: _Attempt, reward: float, *, truncated: bool) -> Receipt:
         payload = self._payload(attempt, reward, truncated=truncated)
-        row = Row(
-            key=payload.key,
-            prompt_ids=payload.prompt_ids,
-            token_ids=payload.token_ids,
-            logprobs=payload.logprobs,
-            weight_spans=payload.weight_spans,
-            reward=payload.reward,
-            checksum=payload.checksum,
-            truncated=payload.truncated,
-        )
         if self._journal is None:
+            payload = with_checksum(payload)
+            row = row_of(payload)
             try:
                 await self._data_plane.put(row)
             except DataPlaneLost:
@@ -377,15 +370,17 @@ class WorkerCore:
             self._remember(row)
             return receipt_of(payload, "", -1)
         with self._lock:
-            record = sealed_record(self._clock.now_us(), payload, attempt.journaled, attempt.chunks)
-            offset = self._journal.append(record)
+            sealing = Unsealed(self._clock.now_us(), payload, attempt.journaled, attempt.chunks)
+            offset = self._journal.append_later(sealing.record, sealing.bytes_max)
             attempt.journaled = payload.tokens
             self._sealed_since_prune.append((*attempt.chunks, offset)[0])
-        self._remember(row)
         await self._journal.flushed(offset)
+        payload = sealing.payload
+        self._remember(row_of(payload))
         return receipt_of(payload, self.journal_name, offset, attempt.chunks)
 
     def _payload(self, attempt: _Attempt, reward: float, *, truncated: bool) -> Payload:
+        """The attempt as it is; its checksum is still to be made."""
         token_ids, logprobs = bytes(attempt.ids), bytes(attempt.logprobs)
         # A response of no tokens (nothing was asked for) still has weights that would have made it.
         spans = tuple(attempt.spans) or ((0, *self._weights),)
@@ -396,7 +391,7 @@ class WorkerCore:
             logprobs=logprobs,
             weight_spans=spans,
             reward=reward,
-            checksum=checksum(attempt.prompt_ids, token_ids, logprobs, spans, reward),
+            checksum=0,
             truncated=truncated,
             metrics={"seconds": (self._clock.now_us() - attempt.started_us) / 1e6},
         )
@@ -408,7 +403,7 @@ class WorkerCore:
         first = attempt.journaled
         if self._journal is None or attempt.tokens == first:
             return
-        record = progress_record(
+        build, size = progress_later(
             self._clock.now_us(),
             attempt.key,
             first,
@@ -416,7 +411,7 @@ class WorkerCore:
             bytes(attempt.logprobs[4 * first :]),
             attempt.spans,
         )
-        attempt.last_offset = self._journal.append(record)
+        attempt.last_offset = self._journal.append_later(build, size)
         attempt.chunks.append(attempt.last_offset)
         attempt.journaled = attempt.tokens
 

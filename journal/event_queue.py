@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from .clock import Clock
@@ -25,8 +26,8 @@ class EventQueue(Generic[E]):
     # `append` runs a few hundred thousand times a second: slots are found faster than the entries of a large dict.
     __slots__ = (
         "__weakref__", "_appended_cost", "_classes", "_clock", "_encode", "_flusher", "_idle", "_limit", "_lock",
-        "_next", "_pending", "_pending_cost", "_pending_since", "_refusal", "_rotate_next", "_sealed", "_wake",
-        "directory", "options",
+        "_next", "_pending", "_pending_cost", "_pending_since", "_refusal", "_rotate_next", "_sealed", "_unbuilt",
+        "_wake", "directory", "options",
     )  # fmt: skip
     _flusher: Flusher
 
@@ -39,7 +40,8 @@ class EventQueue(Generic[E]):
         self._encode = types.encode_checked if options.check_events else types.encode
         self._clock = clock
         self._lock = threading.Lock()
-        self._pending: list[bytes] = []
+        self._pending: list[bytes | Callable[[], bytes]] = []
+        self._unbuilt = False
         self._pending_since = clock.monotonic()
         self._pending_cost = 0
         self._sealed: list[Batch] = []
@@ -73,6 +75,33 @@ class EventQueue(Generic[E]):
             offset = self._next
             self._next = offset + 1
             self._pending.append(data)
+        return offset
+
+    def append_later(self, build: Callable[[], E], bytes_max: int) -> int:
+        """Queue one event that is still to be built and encoded, by the flush thread; its offset. No I/O.
+
+        For large events, whose making would hold up the caller. ``build`` is called once, on the flush thread (in
+        ``pump``, if there is none), and what it makes is there when ``flushed`` returns; it may use nothing that
+        changes meanwhile. ``bytes_max``: what its encoding takes at most, for the bound of the backlog. If it raises,
+        or makes something that is no event of this journal, the journal fails: its offset is given already.
+        Raises as ``append`` does, but for JournalEventRefused.
+        """
+
+        def encoded() -> bytes:
+            event = build()
+            if type(event) not in self._classes:
+                raise JournalEventRefused(f"{type(event).__name__} is not one of this journal's event types")
+            return self._encode(event)
+
+        with self._lock:
+            total = self._appended_cost + bytes_max + EVENT_OVERHEAD_BYTES
+            if total > self._limit:
+                self._admit(total)
+            self._appended_cost = total
+            offset = self._next
+            self._next = offset + 1
+            self._pending.append(encoded)
+            self._unbuilt = True
         return offset
 
     def _admit(self, total: int) -> None:
@@ -111,6 +140,7 @@ class EventQueue(Generic[E]):
                 self._admit(self._appended_cost + cost)
             self._seal_pending()
             self._appended_cost += cost
+            self._pending_cost = self._appended_cost
             offset = self._next
             self._next = offset + 1
             self._sealed.append(Batch(offset, [data], cost, True, True, self._clock.monotonic()))
@@ -123,8 +153,11 @@ class EventQueue(Generic[E]):
         if self._pending:
             cost = self._appended_cost - self._pending_cost
             first = self._next - len(self._pending)
-            self._sealed.append(Batch(first, self._pending, cost, self._rotate_next, False, self._pending_since))
+            self._sealed.append(
+                Batch(first, self._pending, cost, self._rotate_next, False, self._pending_since, self._unbuilt)
+            )
             self._pending = []
+            self._unbuilt = False
             self._rotate_next = False
         self._pending_since = now
         self._pending_cost = self._appended_cost

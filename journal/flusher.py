@@ -114,9 +114,15 @@ class Flusher:
         if batches and self._taken_since is None:
             self._taken_since = batches[0].queued_since
         for batch in batches:
-            for frame in self._sealer.seal(batch):
-                self._frames.append(frame)
-                self._raw_bytes += frame.raw_bytes
+            try:
+                frames = self._sealer.seal(batch)
+            except Exception as error:
+                last = batch.first_offset + len(batch.events) - 1
+                raise JournalFailed(
+                    f"one of events {batch.first_offset} to {last} can't be built: {error!r}"
+                ) from error
+            self._frames.extend(frames)
+            self._raw_bytes += sum(frame.raw_bytes for frame in frames)
 
     def _commit(self) -> None:
         self._commit_started = self._clock.monotonic()

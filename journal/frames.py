@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types as builtin_types
 from bisect import bisect_left
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple, Union, get_args, get_origin
 from zlib import crc32
@@ -51,14 +52,15 @@ def _classes(types: Any) -> tuple[type, ...]:
 
 
 class Batch(NamedTuple):
-    """Encoded events in a row, as they were queued."""
+    """Events in a row, as they were queued: encoded, or (``unbuilt``: some of them) what is to encode them."""
 
     first_offset: int
-    events: list[bytes]
+    events: list[bytes | Callable[[], bytes]]
     cost_bytes: int
     new_segment: bool
     image: bool
     queued_since: float
+    unbuilt: bool = False
 
 
 class SealedFrame(NamedTuple):
@@ -88,25 +90,35 @@ class FrameSealer:
         self._bytes_max = bytes_max
 
     def seal(self, batch: Batch) -> list[SealedFrame]:
-        """One frame, or several when the batch exceeds a frame's limits; a single larger event gets its own."""
-        payload_bytes = batch.cost_bytes - EVENT_OVERHEAD_BYTES * len(batch.events)
-        if len(batch.events) <= self._events_max and payload_bytes <= self._bytes_max:
-            return [self._seal(batch, 0, len(batch.events))]
-        ends = list(accumulate(map(len, batch.events)))
-        frames = []
+        """One frame, or several when the batch exceeds a frame's limits; a single larger event gets its own.
+
+        The frames' costs add up to the batch's. Raises what building an event raises.
+        """
+        events: Any = batch.events
+        if batch.unbuilt:
+            events = [event if isinstance(event, bytes) else event() for event in batch.events]
+            raw_bytes = sum(map(len, events))
+        else:
+            raw_bytes = batch.cost_bytes - EVENT_OVERHEAD_BYTES * len(events)
+        if len(events) <= self._events_max and raw_bytes <= self._bytes_max:
+            return [self._seal(batch, events, 0, batch.cost_bytes)]
+        ends = list(accumulate(map(len, events)))
+        frames: list[SealedFrame] = []
         start = done = 0
+        cost_left = batch.cost_bytes
         while start < len(ends):
             stop = bisect_left(ends, done + self._bytes_max + 1, lo=start)
             stop = max(start + 1, min(stop, start + self._events_max))
-            frames.append(self._seal(batch, start, stop))
-            start, done = stop, ends[stop - 1]
+            cost = ends[stop - 1] - done + EVENT_OVERHEAD_BYTES * (stop - start)
+            if stop == len(ends):
+                cost = cost_left
+            frames.append(self._seal(batch, events[start:stop], start, cost))
+            start, done, cost_left = stop, ends[stop - 1], cost_left - cost
         return frames
 
-    def _seal(self, batch: Batch, start: int, stop: int) -> SealedFrame:
-        events = batch.events if stop - start == len(batch.events) else batch.events[start:stop]
+    def _seal(self, batch: Batch, events: list[bytes], start: int, cost: int) -> SealedFrame:
         raw = array_header(len(events)) + b"".join(events)
         stored = self._compressor.compress(raw)
-        cost = len(raw) + EVENT_OVERHEAD_BYTES * len(events) - len(array_header(len(events)))
         first = start == 0
         return SealedFrame(
             batch.first_offset + start,

@@ -22,7 +22,7 @@ from .frames import EventTypes, FrameOpener, PayloadError
 from .judge import Judged, judge_rest, judge_segment, raise_if_damaged
 from .scan import FrameWalk, Position, TornTail
 from .storage import RealStorage, Storage, StorageFile
-from .survey import SegmentFile, Survey, open_walk, survey
+from .survey import SegmentFile, Survey, open_walk, survey, survey_again
 
 E = TypeVar("E")
 
@@ -76,13 +76,17 @@ class JournalReader(Generic[E]):
         self._cached: tuple[int, list[Any]] = (-1, [])
         self._hint: tuple[int, Position | None] = (-1, None)
         self.tail: TailInfo | None = None
-        self.refresh()
+        self._survey: Survey = survey(self._storage, self.directory)
+        self._looked()
 
     # ------------------------------------------------------------------ what is there
 
     def refresh(self) -> None:
         """Look at the directory again: new segments, a higher watermark, a higher floor."""
-        self._survey: Survey = survey(self._storage, self.directory)
+        self._survey = survey_again(self._storage, self.directory, self._survey)
+        self._looked()
+
+    def _looked(self) -> None:
         self._starts = [s.first_offset for s in self._survey.chain]
         if not self._survey.chain:
             self._end_of_journal(judge_rest(self._storage, self._survey, self._survey.floor))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
 from .errors import JournalDamaged, JournalMissing
 from .format import HEADER_BYTES_LIMIT, Preamble, parse_preamble, segment_name, segment_offset
@@ -45,6 +47,9 @@ class SegmentFile:
     @property
     def name(self) -> str:
         return segment_name(self.first_offset)
+
+
+NOTHING_KNOWN: Final[Mapping[str, SegmentFile]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -88,9 +93,27 @@ class Survey:
         return None
 
 
-def survey(storage: Storage, directory: str, *, without: Collection[str] = ()) -> Survey:
+def survey_again(storage: Storage, directory: str, before: Survey) -> Survey:
+    """The directory as it is now, for one who has looked before: only preambles that may be new are read.
+
+    What the same incarnation has put a successor behind is never written again; after a take-over all is read anew.
+    Only a repair in between can make a known preamble untrue, which the chain of the frames then shows as damage: open
+    a new reader after one. Raises what ``survey`` does.
+    """
+    known = {file.name: file for file in before.chain[:-1]}
+    try:
+        found = survey(storage, directory, known=known)
+    except JournalDamaged:
+        return survey(storage, directory)
+    return found if found.incarnation == before.incarnation else survey(storage, directory)
+
+
+def survey(
+    storage: Storage, directory: str, *, without: Collection[str] = (), known: Mapping[str, SegmentFile] = NOTHING_KNOWN
+) -> Survey:
     """Read every preamble (O(segments), no frame) and find the chain, as if the files ``without`` were gone.
 
+    ``known``: files that are not read again, by name.
     Raises JournalMissing when there is no such directory, JournalDamaged when a segment that must exist does not or
     has an unreadable preamble, JournalUnsupported, OSError.
     """
@@ -98,16 +121,22 @@ def survey(storage: Storage, directory: str, *, without: Collection[str] = ()) -
     while True:
         floor_mark = read_floor(storage, directory)
         try:
-            return _survey_once(storage, directory, floor_mark, without)
+            return _survey_once(storage, directory, floor_mark, without, known)
         except JournalDamaged:
             # Beside a pruning writer the floor may have risen between the two looks; then what is missing was pruned.
             if read_floor(storage, directory) == floor_mark:
                 raise
 
 
-def _survey_once(storage: Storage, directory: str, floor_mark: Mark | None, without: Collection[str]) -> Survey:
+def _survey_once(
+    storage: Storage,
+    directory: str,
+    floor_mark: Mark | None,
+    without: Collection[str],
+    known: Mapping[str, SegmentFile],
+) -> Survey:
     slots = read_watermark(storage, directory)  # before the listing: what it covers must then be there
-    files = _segment_files(storage, directory, without)
+    files = _segment_files(storage, directory, without, known)
     floor = floor_mark.offset if floor_mark else 0
     kept = [f for f in files if f.first_offset >= floor]
     result = Survey(directory, None, floor, [], [], [], [f for f in files if f.first_offset < floor], floor, "none")
@@ -124,9 +153,14 @@ def _must_exist(storage: Storage, directory: str) -> None:
         raise JournalMissing(f"{directory}: no journal here ({error.strerror or error})") from error
 
 
-def _segment_files(storage: Storage, directory: str, without: Collection[str]) -> list[SegmentFile]:
+def _segment_files(
+    storage: Storage, directory: str, without: Collection[str], known: Mapping[str, SegmentFile]
+) -> list[SegmentFile]:
     files = []
     for name in sorted(storage.list_names(directory)):
+        if (looked_at := known.get(name)) is not None:
+            files.append(looked_at)
+            continue
         first = segment_offset(name)
         if first is None or name in without:
             continue

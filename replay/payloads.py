@@ -18,7 +18,8 @@ import struct
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -36,6 +37,9 @@ Span = tuple[int, int, int]
 PAYLOAD_DIRECTORY: Final = "payloads"
 READERS_OPEN_MAX: Final = 64
 
+_RECORD_BYTES: Final = 256
+"""A record's numbers and lengths, with metrics; generous."""
+_SPAN_BYTES: Final = 28
 _CHECKSUM_HEAD: Final = struct.Struct("<4sIIId")
 _CHECKSUM_SPAN: Final = struct.Struct("<QQQ")
 
@@ -186,6 +190,16 @@ def progress_record(
     )
 
 
+def progress_later(
+    t: int, key: AttemptKey, first: int, token_ids: bytes, logprobs: bytes, weight_spans: Sequence[Span]
+) -> tuple[Callable[[], ProgressRecord], int]:
+    """``progress_record`` of these arguments, for ``JournalWriter.append_later``: what builds it, and its size."""
+    _token_count(token_ids, logprobs)
+    spans = clip_spans(weight_spans, first, first + len(token_ids) // 4)
+    size = len(token_ids) + len(logprobs) + _RECORD_BYTES + _SPAN_BYTES * len(spans)
+    return partial(progress_record, t, key, first, token_ids, logprobs, spans), size
+
+
 def sealed_record(t: int, payload: Payload, first: int, chunks: Sequence[int]) -> SealedRecord:
     """The end of an attempt: tokens from ``first`` on, and the results of the whole.
 
@@ -210,6 +224,40 @@ def sealed_record(t: int, payload: Payload, first: int, chunks: Sequence[int]) -
         chunks=tuple(chunks),
         metrics=payload.metrics,
     )
+
+
+class Unsealed:
+    """A finished attempt whose checksum and records the journal's flush thread makes, off the generating thread.
+
+    ``record`` is for ``JournalWriter.append_later``; once that offset is durable, ``payload`` is the sealed attempt.
+    ``payload`` as given has no checksum yet (any number). Arguments as for ``sealed_record``.
+    """
+
+    __slots__ = ("_chunks", "_first", "_t", "payload")
+
+    def __init__(self, t: int, payload: Payload, first: int, chunks: Sequence[int]) -> None:
+        self._t = t
+        self._first = first
+        self._chunks = tuple(chunks)
+        self.payload = payload
+
+    @property
+    def bytes_max(self) -> int:
+        """What the record takes in a frame, at most."""
+        made, chunks = self.payload, 9 * len(self._chunks)
+        arrays = len(made.prompt_ids) + len(made.token_ids) + len(made.logprobs) - 8 * self._first
+        return arrays + _RECORD_BYTES + _SPAN_BYTES * len(made.weight_spans) + chunks
+
+    def record(self) -> SealedRecord:
+        """Sum up, shuffle, build."""
+        self.payload = with_checksum(self.payload)
+        return sealed_record(self._t, self.payload, self._first, self._chunks)
+
+
+def with_checksum(payload: Payload) -> Payload:
+    """The payload with the checksum of its content."""
+    made = checksum(payload.prompt_ids, payload.token_ids, payload.logprobs, payload.weight_spans, payload.reward)
+    return msgspec.structs.replace(payload, checksum=made)
 
 
 def receipt_of(payload: Payload, journal: str, offset: int, chunks: Sequence[int] = ()) -> Receipt:

@@ -261,3 +261,65 @@ def test_segments_that_are_pruned_under_a_reader_hide_nothing_that_is_kept(
         assert look(offset) == Note(offset)
     with pytest.raises(JournalMissing, match=r"no event 2: the journal holds \d+ to 39"):
         look(2)
+
+
+def test_a_reader_that_looks_again_opens_only_what_may_be_new() -> None:
+    """However many segments there are: the cost of following goes with what is written, not with the history."""
+    storage = SimStorage()
+    opened = []
+    with JournalWriter.open(
+        DIRECTORY, KINDS, journal_id="run", storage=storage, threaded=False, options=JournalOptions()
+    ) as writer:
+        for number in range(200):
+            writer.append(Note(number))
+            writer.pump()
+            writer.rotate()
+            if number in (20, 198):
+                reader = JournalReader(DIRECTORY, KINDS, storage=storage)
+            elif number in (21, 199):
+                before = storage.calls["open"]
+                reader.refresh()
+                opened.append(storage.calls["open"] - before)
+                assert [event.number for _, event in reader.events()] == list(range(number + 1))
+    assert opened[0] == opened[1] <= 4
+
+
+@nothing_else_is_refused
+@pytest.mark.parametrize("rotations", [1, 3])
+def test_a_reader_that_saw_a_zombies_segments_reads_its_successors(rotations: int) -> None:
+    """The zombie's segments were on its chain, and the successor has others of the same names."""
+    storage = SimStorage()
+    storage.enforce_locks = False
+    options = JournalOptions(heartbeat_s=1e9)
+
+    def open_writer() -> JournalWriter[Event]:
+        return JournalWriter.open(
+            DIRECTORY, KINDS, journal_id="run", storage=storage, threaded=False, options=options, take_over=True
+        )
+
+    zombie, number = open_writer(), 0
+    for _ in range(2):
+        zombie.append(Note(number))
+        zombie.sync()
+        zombie.rotate()
+        number += 1
+    snapshot = storage.snapshot(DIRECTORY)
+    for _ in range(rotations):
+        zombie.append(Note(100 + number))
+        zombie.sync()
+        zombie.rotate()
+        number += 1
+    reader = JournalReader(DIRECTORY, KINDS, storage=storage)
+    assert [event.number for _, event in reader.events()] == [0, 1, *range(102, 102 + rotations)]
+    for name in set(storage.snapshot(DIRECTORY)) - set(snapshot):  # between machines, the successor has not seen them
+        storage.remove(f"{DIRECTORY}/{name}")
+    for name, data in snapshot.items():
+        storage.put(f"{DIRECTORY}/{name}", data)
+    successor = open_writer()
+    for number in range(2, 6):
+        successor.append(Note(number))
+        successor.sync()
+        successor.rotate()
+    reader.refresh()
+    assert [event.number for _, event in reader.events()] == list(range(6))
+    assert reader.segments() == JournalReader(DIRECTORY, KINDS, storage=storage).segments()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import random
+from copy import copy
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -43,6 +45,7 @@ class JournalMachine(RuleBasedStateMachine):
     @initialize(small=st.booleans(), degrade=st.booleans())
     def begin(self, small: bool, degrade: bool) -> None:
         self.storage = SimStorage()
+        self.lasting: JournalReader[Event] | None = None
         self.options = JournalOptions(
             segment_bytes_max=600 if small else 1 << 20,
             frame_events_max=3 if small else 1000,
@@ -74,17 +77,21 @@ class JournalMachine(RuleBasedStateMachine):
         if self.writer is not None:
             assert self.writer.durable_upto >= self.acknowledged
             self.acknowledged = self.writer.durable_upto
+            assert (self.writer.metrics().backlog_bytes > 0) == (self.acknowledged < len(self.history))
 
     # ------------------------------------------------------------------ ordinary life
 
     @precondition(lambda self: self.writer is not None)
-    @rule(count=st.integers(1, 8), size=st.integers(0, 300))
-    def append(self, count: int, size: int) -> None:
+    @rule(count=st.integers(1, 8), size=st.integers(0, 300), later=st.booleans())
+    def append(self, count: int, size: int, later: bool) -> None:
         for _ in range(count):
             self.made += 1
             event = Note(self.made) if size < 150 else Blob(self.made, random.Random(self.made).randbytes(size))
             try:
-                offset = self.writer.append(event)
+                if later:
+                    offset = self.writer.append_later(partial(copy, event), size + 20)
+                else:
+                    offset = self.writer.append(event)
             except JournalFailed:
                 return
             assert offset == len(self.history)
@@ -220,6 +227,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.acknowledged = min(self.acknowledged, plan.keep_until)
         if plan.keep_until < len(self.history):
             del self.history[plan.keep_until :]
+        self.lasting = None
         self.incarnation = 0  # segments of the newest incarnations may be gone with their numbers
         self.open()
         assert self.writer.next_offset == plan.keep_until
@@ -234,6 +242,7 @@ class JournalMachine(RuleBasedStateMachine):
         try:
             reader = JournalReader(DIRECTORY, KINDS, storage=self.storage)
             found = list(reader.events())
+            self.one_that_lasts_sees_the_same(reader, found)
         finally:
             self.storage.faults = faults
         start = reader.first_offset
@@ -243,6 +252,15 @@ class JournalMachine(RuleBasedStateMachine):
         assert start + len(found) >= self.acknowledged
         image = reader.last_image()
         assert image is None or isinstance(reader.get(image), Image)
+
+    def one_that_lasts_sees_the_same(self, fresh: JournalReader[Event], found: list[tuple[int, Event]]) -> None:
+        """A reader that was opened long ago and looks again, which does not read all preambles anew."""
+        if self.lasting is None:
+            self.lasting = JournalReader(DIRECTORY, KINDS, storage=self.storage)
+        self.lasting.refresh()
+        assert self.lasting.segments() == fresh.segments()
+        assert (self.lasting.first_offset, self.lasting.notes) == (fresh.first_offset, fresh.notes)
+        assert list(self.lasting.events()) == found
 
 
 def some(examples: int, steps: int) -> settings:
