@@ -80,4 +80,4 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    return f"{value:,.1f}" if isinstance(value, float) else str(value)
+    return f"{round(value, 1) + 0.0:,.1f}" if isinstance(value, float) else str(value)  # no "-0.0"

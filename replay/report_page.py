@@ -47,7 +47,8 @@ def _number(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.2f}".rstrip("0").rstrip(".")
+        short = round(value, 2) + 0.0  # no "-0"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{short:,.2f}".rstrip("0").rstrip(".")
     if isinstance(value, list):
         return ", ".join(map(_number, value))
     return str(value)

@@ -15,7 +15,7 @@ function clock(s) {
   const sec = Number.isInteger(+r.toFixed(3)) ? pad(Math.round(r)) : r.toFixed(2).padStart(5, "0");
   return sign + (h ? h + ":" + pad(m) : m) + ":" + sec;
 }
-const number = (v) => v == null ? "" : v.toLocaleString("en", {maximumFractionDigits: 2});
+const number = (v) => v == null ? "" : v.toLocaleString("en", {maximumFractionDigits: 2, signDisplay: "negative"});  // no "-0"
 
 // --- attempts, unpacked --------------------------------------------------------------------------------------------
 const column = (c) => Array.isArray(c) ? c : c.at.map((i) => i == null ? null : c.words[i]);
@@ -68,7 +68,8 @@ const cellMost = Math.max(1, ...Object.values(data.timeline.cells).flat().map((c
 const begin = data.timeline.begin_s, end = begin + data.timeline.width_s * (data.series.t.length - 1 || 1);
 const charts = [];
 const axis = (more) => Object.assign({stroke: css("dim"), grid: {stroke: css("line"), width: 1}, ticks: {stroke: css("line")}}, more);
-const timeAxis = () => axis({values: (u, ticks) => clocks(ticks), space: 70, label: "run clock, " + (end >= 3600 ? "h:mm:ss" : "m:ss"), labelSize: 20});
+const spacings = [...[1e-3, 1e-2, .1].flatMap((v) => [v, 2 * v, 5 * v]), 1, 2, 5, 10, 15, 30, ...[60, 120, 300, 600, 900, 1800], ...[1, 2, 3, 6, 12].map((h) => 3600 * h), ...[1, 2, 5, 10, 20, 50, 100].map((d) => 86400 * d)];
+const timeAxis = () => axis({values: (u, ticks) => clocks(ticks), incrs: spacings, space: 70, label: "run clock, " + (end >= 3600 ? "h:mm:ss" : "m:ss"), labelSize: 20});
 function clocks(ticks) {  // all in one form: as many decimals as the finest needs, hours if the run has any
   const digits = [0, 1, 2, 3].find((d) => ticks.every((t) => Math.abs(+t.toFixed(d) - t) < 1e-6)) ?? 3, pad = (v, n = 2) => String(v).padStart(n, "0");
   return ticks.map((t) => {
@@ -334,7 +335,7 @@ function makeLines() {
   lines("age", [at, band("age_mean"), band("age_min"), band("age_max")], [{label: "mean age", stroke: "trained", width: 2, points: {show: at.length < 200}}, {label: "youngest", stroke: "buffered", dash: [3, 3], points: {show: at.length < 200, size: 4}}, {label: "oldest", stroke: "stale", dash: [6, 3], points: {show: at.length < 200, size: 4}}],
     {scales: {x: {time: false}, y: {range: (u, lo, hi) => [Math.min(lo ?? 0, 0), Math.max((hi ?? 0) * 1.1, 1)]}}, bands: [{series: [3, 2], fill: css("buffered") + "22"}]});
   window.unlostAges = {times: at, ages: band("age_mean")};
-  window.unlostClocks = clocks;
+  window.unlostClocks = clocks; window.unlostTicks = spacings;
   const saves = data.timeline.checkpoints.filter((c) => c.checkpoint != null && c.ended_s != null), dots = {paths: () => null, points: {show: true, size: 7}};
   const only = (f) => saves.map((c) => f(c) ? c.ended_s - c.cut_s : null);
   lines("saves", [saves.map((c) => c.cut_s), only((c) => c.outcome === "committed" && c.kind === "trainer"), only((c) => c.outcome === "committed" && c.kind !== "trainer"), only((c) => c.outcome === "failed")],

@@ -1,6 +1,7 @@
 """The report: its words, its numbers, and its page in a real browser."""
 
 import html.parser
+import itertools
 import json
 import re
 
@@ -9,10 +10,11 @@ import pytest
 from tests.simulation.on_disk import to_disk
 from tests.simulation.world import World, sim_config
 from tests.synthetic_run import Shape, SyntheticRun, write_journal
+from unlost.cli.report import _cell
 from unlost.replay import report as reports
 from unlost.replay.database import open_database
 from unlost.replay.report import gather
-from unlost.replay.report_page import page
+from unlost.replay.report_page import _number, page
 
 from .browser import MISSING, Browser
 from .postmortem_stories import TRACE_FILE, everything, trace_example, write
@@ -53,6 +55,13 @@ def test_a_residue_leads(tmp_path):
     assert said[0].startswith("This does not add up: tokens as workers told last")
     assert "residue 9" in said[0]
     assert not any(sentence.startswith("Everything adds up") for sentence in said)
+
+
+@pytest.mark.parametrize("dust", [-1e-9, -0.0, 0.0, 1e-9, -0.004])
+def test_nothing_is_written_as_minus_nothing(dust):
+    """Sums of floats leave dust, in the terminal and in the page."""
+    assert _cell(dust) == "0.0"
+    assert _number(dust) == "0"
 
 
 def test_levels_over_time_end_where_the_fold_ends(simulated):
@@ -383,6 +392,11 @@ def test_words_in_charts_are_whole(disturbed, width):
                 assert left + wide <= start or start + far <= left, (text, other)
     clocks = browser.run("return [[57.5, 60, 62.5, 65], [60, 65], [0, 1800]].map(window.unlostClocks)")
     assert clocks == [["0:57.5", "1:00.0", "1:02.5", "1:05.0"], ["1:00", "1:05"], ["0:00", "30:00"]]
+    steps = browser.run("return window.unlostTicks")
+    assert steps == sorted(steps)
+    assert all(step % 60 == 0 for step in steps if step >= 60)  # a tick every 2,000 s would read 33:20
+    assert all(step % 3600 == 0 for step in steps if step >= 3600)
+    assert all(after <= 3 * step for step, after in itertools.pairwise(steps))
     assert browser.complaints() == []
 
 
