@@ -19,7 +19,7 @@ import numpy as np
 
 from unlost.journal import JournalOptions, JournalWriter
 from unlost.replay.events import AttemptKey, PayloadRecord
-from unlost.replay.payloads import Payload, Unsealed, progress_later, sealed_record, with_checksum
+from unlost.replay.payload_records import Payload, Unsealed, progress_later, sealed_record, with_checksum
 
 from .result import Result, Table, Target, median, percentile
 
@@ -240,7 +240,7 @@ def _result(
         order=40,
         method=(
             f"Groups of {SIBLINGS} siblings with token ids (int32) and exact float32 log-probabilities, "
-            f"{PROMPT_TOKENS} prompt tokens each, through the records that workers write (`replay/payloads.py`: "
+            f"{PROMPT_TOKENS} prompt tokens each, through the records that workers write (`replay/payload_records.py`: "
             "CRC-32, byte shuffle, one msgpack record, on the flush thread). Log-probabilities are drawn from "
             "soft-maxes of many sharpnesses; ids Zipf-like over a vocabulary of 152,000 in no order of frequency, "
             "or uniform. "

@@ -14,7 +14,7 @@ from unlost.engine.data_plane import AttachedDataPlane
 from unlost.engine.rows import row_of
 from unlost.journal import JournalOptions, JournalWriter
 from unlost.replay.events import AttemptKey, PayloadRecord
-from unlost.replay.payloads import Payload, checksum, receipt_of, sealed_record
+from unlost.replay.payload_records import Payload, checksum, receipt_of, sealed_record
 
 PUTS_AT_ONCE = 16
 PROBE_EVERY_S = 0.05

@@ -12,7 +12,8 @@ from ..journal.errors import UnlostError
 from ..journal.reader import JournalReader
 from ..replay.events import EVENT_TYPES
 from ..replay.fold import EVENTS_FOLDER
-from ..replay.payloads import PAYLOAD_DIRECTORY, PayloadStore
+from ..replay.payload_records import PAYLOAD_DIRECTORY
+from ..replay.payloads import PayloadStore
 from .config_keys import Config
 from .controller import Parts, SingleController
 from .folders import RealFolders

@@ -19,7 +19,7 @@ from ..journal.errors import EXIT_USAGE, UnlostError
 from ..journal.writer import JournalWriter
 from ..replay.events import CHECKPOINT_TRAINER, EVENT_TYPES, StateImage
 from ..replay.fold import EVENTS_FOLDER, fold_run
-from ..replay.payloads import PAYLOAD_DIRECTORY
+from ..replay.payload_records import PAYLOAD_DIRECTORY
 from ..replay.state import Checkpoint, State
 from .checkpoints import MANIFEST, manifest_bytes, name_of
 from .inspect import config_of, load_manifest

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from ..replay import events as ev
-from ..replay.payloads import PayloadDamaged, PayloadStore
+from ..replay.payload_records import PayloadDamaged
+from ..replay.payloads import PayloadStore
 from ..replay.state import CLAIMED, SEALED, UNFINISHED
 from .data_plane import DataPlaneLost, RowDamaged
 from .ledger import Ledger

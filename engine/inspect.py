@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ..replay.events import AttemptKey
 from ..replay.fold import fold_run
-from ..replay.payloads import PAYLOAD_DIRECTORY, PayloadDamaged, PayloadLoss, PayloadStore
+from ..replay.payload_records import PAYLOAD_DIRECTORY, PayloadDamaged
+from ..replay.payloads import PayloadLoss, PayloadStore
 from ..replay.plan import RestorePlan, attempts_to_look_for, candidates, plan_restore
 from ..replay.state import COMMITTED, COMPLETE, SEALED, UNFINISHED, Checkpoint, State
 from ..replay.transitions import returned_groups

@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..journal.options import JournalOptions
 from ..journal.writer import JournalWriter
 from ..replay.events import AttemptKey, PayloadRecord, Receipt
-from ..replay.payloads import PAYLOAD_DIRECTORY
+from ..replay.payload_records import PAYLOAD_DIRECTORY
 from . import ray_calls
 from .actor import log_to
 from .config_keys import Config

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from ..journal.errors import EXIT_USAGE, UnlostError
 from ..replay import events as ev
-from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore, Tails
+from ..replay.payload_records import PayloadDamaged
+from ..replay.payloads import AttemptTail, PayloadStore, Tails
 from ..replay.plan import COUNTERS, RestorePlan, attempts_to_look_for, candidates, owned_counts, plan_restore
 from ..replay.state import COMMITTED, COMPLETE, SEALED, UNFINISHED, Checkpoint, Group, State
 from ..replay.transitions import returned_groups

@@ -15,7 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ..replay import events as ev
-from ..replay.payloads import AttemptTail, PayloadDamaged, PayloadStore
+from ..replay.payload_records import PayloadDamaged
+from ..replay.payloads import AttemptTail, PayloadStore
 from ..replay.plan import holders, longest_tail
 from ..replay.state import COMPLETE, IDLE, UNFINISHED, Group
 from .config_keys import Config

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from ..replay.events import AttemptKey
-from ..replay.payloads import Payload, checksum
+from ..replay.payload_records import Payload, checksum
 from .protocols import Row
 
 PARTITION_PREFIX: Final = "rollouts-i"

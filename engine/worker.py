@@ -24,7 +24,7 @@ import msgspec
 from ..journal.errors import JournalError
 from ..journal.writer import JournalWriter
 from ..replay.events import FAIL_DATA, FAIL_INFRASTRUCTURE, AttemptKey, Receipt
-from ..replay.payloads import Payload, Span, Unsealed, progress_later, receipt_of, with_checksum
+from ..replay.payload_records import Payload, Span, Unsealed, progress_later, receipt_of, with_checksum
 from .data_plane import DataPlaneLost
 from .protocols import (
     AttemptAborted,

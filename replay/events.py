@@ -432,7 +432,7 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True, gc=False, order=T
 class ProgressRecord(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Tokens ``first .. first + count - 1`` of an attempt, with the weights that made them.
 
-    ``token_ids``: int32, ``logprobs``: float32; both little-endian, byte-shuffled (see ``payloads.shuffle``).
+    ``token_ids``: int32, ``logprobs``: float32; both little-endian, byte-shuffled (see ``payload_records.shuffle``).
     """
 
     t: int

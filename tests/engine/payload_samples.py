@@ -7,7 +7,7 @@ import struct
 
 from unlost.engine.protocols import Row
 from unlost.replay.events import AttemptKey
-from unlost.replay.payloads import Payload, checksum
+from unlost.replay.payload_records import Payload, checksum
 
 Span = tuple[int, int, int]
 

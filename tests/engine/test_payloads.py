@@ -19,11 +19,10 @@ from tests.engine.payload_samples import payload
 from tests.sim_storage import Fault, SimFile, SimStorage
 from unlost.journal import JournalWriter
 from unlost.replay.events import AttemptKey, PayloadRecord, Receipt
-from unlost.replay.payloads import (
+from unlost.replay.payload_records import (
     Payload,
     PayloadDamaged,
     PayloadMissing,
-    PayloadStore,
     checksum,
     clip_spans,
     merge_spans,
@@ -33,6 +32,7 @@ from unlost.replay.payloads import (
     shuffle,
     unshuffle,
 )
+from unlost.replay.payloads import PayloadStore
 
 ROOT = "/run/payloads"
 NAME = "i00001-w00001"

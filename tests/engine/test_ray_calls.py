@@ -14,7 +14,7 @@ from unlost.engine.data_plane import RowDamaged
 from unlost.engine.deadline import DeadlineExceeded, call_in_daemon_thread
 from unlost.engine.protocols import AttemptAborted, AttemptError, StepMismatch
 from unlost.journal.errors import JournalDamaged
-from unlost.replay.payloads import PayloadDamaged
+from unlost.replay.payload_records import PayloadDamaged
 
 ERRORS = [
     AttemptError("data", "bad reward", 17),

@@ -21,7 +21,8 @@ from unlost.engine.samplers import Sampler, make_sampler
 from unlost.journal import JournalOptions, JournalWriter
 from unlost.replay import events as ev
 from unlost.replay.fold import fold_reader
-from unlost.replay.payloads import Payload, PayloadStore, checksum, receipt_of, sealed_record
+from unlost.replay.payload_records import Payload, checksum, receipt_of, sealed_record
+from unlost.replay.payloads import PayloadStore
 from unlost.replay.state import State
 
 TOKENS = 6
