@@ -221,6 +221,7 @@ def compare(files: Files, case: object) -> str:
     return str(verdict[0])
 
 
+@pytest.mark.slow
 def test_both_readers_agree_on_what_is_there_and_on_what_is_wrong() -> None:
     """Real journals, whole, live and after power cuts, with one damage or two: all four judges say the same."""
     rng = random.Random(1)

@@ -119,6 +119,7 @@ def test_a_diff_that_does_not_apply_is_an_error(tmp_path: Path) -> None:
         patch(tmp_path / "copy", load(diff))
 
 
+@pytest.mark.slow
 def test_every_killing_test_exists() -> None:
     """The named function is in the named file, and so is the name of its case."""
     for mutant in all_mutants():

@@ -84,6 +84,7 @@ def test_tokens_per_second_add_up(simulated):
     assert sum(series["lost_per_s"]) * width == pytest.approx(lost, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_of_many_attempts_the_interesting_groups_are_listed_whole(simulated, monkeypatch):
     """With room for few, groups that a kill hit come first, with all their siblings; the total is told."""
     folder, _, whole = simulated

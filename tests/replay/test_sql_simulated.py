@@ -133,6 +133,7 @@ def test_batch_age(told):
         assert (row["age_min"], row["age_max"]) == (min(a for _, a in step["ages"]), max(a for _, a in step["ages"]))
 
 
+@pytest.mark.slow
 def test_tokens_older_than_the_lookahead_were_made_before_the_weights_came(tmp_path):
     """in_order, one version ahead, nothing killed: age 2 only if dispatched while weights were on their way."""
     for name, seconds_per_token in (("slow", 0.02), ("quick", 0.002)):

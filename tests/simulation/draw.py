@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.fakes import SimPlan, sim_reward
-from tests.simulation.watch import Crash
+from tests.simulation.crash import Crash
+from tests.simulation.disturb import More, draw_more
 from unlost.engine.protocols import AttemptError, Prompt
 from unlost.replay import events as ev
 from unlost.replay.events import AttemptKey
@@ -52,6 +53,7 @@ class Case:
     worker_start_s: float = 0.1
     lose_replies: tuple[int, ...] = ()
     restores: tuple[str, ...] = ()  # how each life is started; latest beyond
+    more: More = field(default_factory=More)
     failing: float = 0.0
     dying: float = 0.0
     bad_rewards: float = 0.0
@@ -63,7 +65,7 @@ class Case:
     def quiet(self) -> bool:
         """Nothing goes wrong but crashes."""
         bad = self.failing or self.dying or self.bad_rewards or self.flat_rewards or self.faults
-        return not (bad or self.lose_disk or self.lose_plane_s)
+        return not (bad or self.lose_disk or self.lose_plane_s) and self.more.quiet
 
     def _chance(self, *what: Any) -> random.Random:
         return random.Random(zlib.crc32(repr((self.seed, *what)).encode()))
@@ -98,8 +100,8 @@ class Case:
         return sim_reward(prompt, token_ids)
 
 
-def draw(seed: int) -> Case:
-    """The case of a seed; the same every time."""
+def draw(seed: int, *, plain: bool = False) -> Case:
+    """The case of a seed; the same every time. ``plain``: without the further draws of ``disturb``."""
     r = random.Random(seed)
     prompts, siblings = r.choice((2, 3, 3, 4)), r.choice((1, 2, 2, 3))
     sampler = SAMPLERS[seed % len(SAMPLERS)]
@@ -162,6 +164,8 @@ def draw(seed: int) -> Case:
         if r.random() < 0.2:
             changed["data_plane__storage_units"] = 2
         case.lives.append(changed)
+    if not plain:
+        case.more = draw_more(case)
     return case
 
 

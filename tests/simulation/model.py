@@ -91,6 +91,7 @@ class Settings:
     replacements_max: int = 0
     stamped: bool = True
     keep: int = 2
+    saves: bool = True  # checkpoints are taken
 
 
 @dataclass
@@ -120,6 +121,9 @@ class Model:
     last_counters: dict[str, int] = field(default_factory=dict)
     adopted: int = 0
     sees_disks: bool = False  # ``tails`` is kept up to date
+    openings: dict[int, Settings] = field(default_factory=dict)  # those with settings of their own
+    restoring_to: int = -1
+    returned: int = 0  # groups that this opening's restore brought back
     t: int = 0
 
     # --- reading ---------------------------------------------------------------------------------------------------
@@ -187,6 +191,8 @@ class Model:
         need(e.incarnation > self.incarnation, "rule 1", f"incarnation {e.incarnation} after {self.incarnation}")
         self.restoring = self.incarnation > 0
         self.incarnation = e.incarnation
+        self.settings = self.openings.get(e.incarnation, self.settings)
+        self.restoring_to, self.returned = -1, 0
 
     def on_worker_started(self, e: ev.WorkerStarted) -> None:
         need(e.worker not in self.workers, "rule 6", f"worker {e.worker} twice")
@@ -388,6 +394,7 @@ class Model:
 
     def on_checkpoint_started(self, e: ev.CheckpointStarted) -> None:
         need(e.kind != "trainer" or self.claim_step == -1, "rule 11", "a trainer checkpoint inside a step")
+        need(self.settings.saves, "settings", "a checkpoint though they are switched off")
         self.checkpoints[e.checkpoint] = (e.kind, e.trainer_version, self.offset, False, self.incarnation)
 
     def on_checkpoint_committed(self, e: ev.CheckpointCommitted) -> None:
@@ -410,6 +417,7 @@ class Model:
     def on_restore_started(self, e: ev.RestoreStarted) -> None:
         need(self.restoring, "restore", "nothing to restore")
         need(self.floor <= e.to_version <= self.version, "rule 15", f"to {e.to_version}, floor {self.floor}")
+        self.restoring_to = e.to_version
         if e.checkpoint >= 0:
             need(e.checkpoint in self.checkpoints, "rule 13", f"checkpoint {e.checkpoint} is not of this history")
             need(self.checkpoints[e.checkpoint][:2] == ("trainer", e.to_version), "rule 13", "another step's")
@@ -421,6 +429,7 @@ class Model:
         back = set(self.claimed) | {g for s, (_, gs) in self.applied.items() if s >= e.to_version for g in gs}
         need(set(e.groups) == back, "P5", f"{sorted(back ^ set(e.groups))} come back or stay by mistake")
         need(e.branch == self.branch + (e.to_version < self.version), "branch", f"{e.branch} after {self.branch}")
+        self.returned = len(back)
         for group in back:
             self.groups[group].fate, self.groups[group].trained_in = "buffer", -1
         self.applied = {s: v for s, v in self.applied.items() if s < e.to_version}
@@ -433,6 +442,7 @@ class Model:
     def on_restore_completed(self, e: ev.RestoreCompleted) -> None:
         need(self.restoring, "restore", "nothing to restore")
         need(self.claim_step == -1, "rule 16", f"step {self.claim_step} is still claimed")
+        need(self.version == self.restoring_to, "rule 13", f"at {self.version}, loaded is {self.restoring_to}")
         siblings = [s for g in self.groups.values() if g.fate in LIVE for s in g.siblings]
         need(not self.zombies and all(s.status != OPEN for s in siblings), "accounting", "an attempt is still open")
         for (group, index), tail in self.tails.items():
@@ -460,6 +470,7 @@ class Model:
             "groups_unfinished_found": len(unfinished),
             "siblings_reused": sealed,
             "siblings_rerun": sum(len(g.siblings) for g in unfinished) - sealed,
+            "groups_rolled_back": self.returned,
         }
         found = {name: counters[name] for name in expected}
         need(found == expected, "rule 23", f"{found}, counted {expected}")

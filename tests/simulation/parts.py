@@ -196,7 +196,14 @@ class WatchedFolders(SimFolders):
             watch.before_effect(self.life, "publish")
             checkpoint = int(target[-6:])
             watch.check(checkpoint in watch.durable.checkpoints, "rule 12", "published before its cut is durable")
-        size = await super().publish(source, target)
+        try:
+            size = await super().publish(source, target)
+            if any(fault.op == "publish done" for fault in self.storage.faults):
+                self.storage.call("publish done", target)
+        except OSError:
+            if watch.current(self.life):
+                watch.unpublished.add(int(target[-6:]))
+            raise
         watch.after_effect(self.life, "publish")
         return size
 

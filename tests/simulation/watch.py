@@ -15,6 +15,8 @@ from typing import Any
 
 from tests.fakes import SimDataPlane, SimTrainer, SimWorker
 from tests.sim_storage import SimCrash
+from tests.simulation.crash import Crash
+from tests.simulation.disturb import kill_at_calls
 from tests.simulation.model import LIVE, SEALED, Broken, Model, Settings, Sibling, Tail, need
 from tests.simulation.parts import WatchedFolders, WatchedPlane, WatchedTrainer, WatchedWriter
 from tests.simulation.raw import read_events, read_payloads
@@ -22,24 +24,6 @@ from tests.simulation.world import EVENTS, PAYLOADS, Hooks, Incarnation, RunCloc
 from unlost.engine.progress import Progress
 from unlost.journal import JournalWriter
 from unlost.replay import events as ev
-
-
-@dataclass
-class Crash:
-    """Where a life ends. ``how``: append, before, queued, durable (an event), effect, phase, call, op, time.
-
-    ``what`` names the event kind, effect or phase; ``count``: at its so-manieth occurrence. At ``time_s`` it ends
-    anyway. ``after_restore``: occurrences count from RestoreStarted on.
-    """
-
-    how: str = "time"
-    what: str = ""
-    count: int = 1
-    time_s: float = 1e9
-    power: str = ""
-    undead: bool = False
-    after_restore: bool = False
-    stop_s: float = 1e9  # asked to stop at that moment, orderly
 
 
 @dataclass
@@ -59,6 +43,11 @@ class Watch(Hooks):
     window_tokens: int = 0
     window_us: int = 0
     slow: bool = False
+    openings: dict[int, Settings] = field(default_factory=dict)  # free keys may change from one to the next
+    token_windows: dict[int, int] = field(default_factory=dict)
+    damaged: set[str] = field(default_factory=set)  # trainer checkpoints
+    unpublished: set[int] = field(default_factory=set)  # of this life, not told yet
+    newest: int = -1
     digests: dict[int, str] = field(default_factory=dict)
     plane_options: dict[str, Any] = field(default_factory=dict)
     trainer_options: dict[str, Any] = field(default_factory=dict)
@@ -116,19 +105,38 @@ class Watch(Hooks):
         self.seen, self.target, self.completed_at = 0, -1, -1
         self.step, self.last_event = "opened", "opening"
         self.step_history, self.appended_events = set(), []
-        self.pending, self.reserved_at = [], {}
-        events, first = read_events(self.world.storage, EVENTS)
-        for name in ("live", "durable"):
-            model = Model(self.settings, offset=first, lost_journals=self.lost_journals)
-            for offset, event in enumerate(events, first):
-                model.feed(offset, event)
-            setattr(self, name, model)
+        self.pending, self.reserved_at, self.unpublished = [], {}, set()
+        assert life.writer is not None
+        self.openings[life.writer.incarnation] = self.settings
+        self.token_windows[life.writer.incarnation] = self.window_tokens
+        self.live, self.durable = self.books(), self.books()
+        self.newest = max(self.usable(self.live)[0], default=-1)
         self.live.sees_disks = True
         assert life.state is not None
         need(life.state.offset == self.live.offset, "P6", f"opened at {life.state.offset}, on disk {self.live.offset}")
         self.same_sets(life)
         if self.settings.full:
             self._look_at_payloads()
+
+    def books(self) -> Model:
+        """What the journal says now."""
+        events, first = read_events(self.world.storage, EVENTS)
+        model = Model(self.settings, offset=first, lost_journals=self.lost_journals, openings=self.openings)
+        for offset, event in enumerate(events, first):
+            model.feed(offset, event)
+        return model
+
+    def usable(self, model: Model) -> tuple[list[int], list[int]]:
+        """Steps with a finished, whole trainer checkpoint that a restore may use; and those with none but broken ones."""
+        whole, known, maybe = set(), set(), set()
+        there = set(self.published)
+        for checkpoint, (kind, version, _, done, incarnation) in model.checkpoints.items():
+            if kind == "trainer" and model.floor <= version <= model.version:
+                name = f"step_{version:07d}-i{incarnation:05d}-c{checkpoint:06d}"
+                known.add(version)
+                if name in there and name not in self.damaged:
+                    (whole if done else maybe).add(version)
+        return sorted(whole), sorted(known - whole - maybe)
 
     def same_sets(self, life: Incarnation) -> None:
         """P1: the engine's sets are the books' sets."""
@@ -170,12 +178,8 @@ class Watch(Hooks):
                 tail.tokens = max(tail.tokens, tail_of(of(model.workers.get(worker, "")), older).tokens)
             made = self.produced.get(key, 0)
             if not self.slow and not tail.sealed and model.workers.get(sibling.worker) not in self.lost_journals:
-                lost = made - tail.tokens
-                need(
-                    lost <= self.window_tokens,
-                    "P2",
-                    f"{lost} tokens of {key.row_key()} lost, at most {self.window_tokens}",
-                )
+                lost, most = made - tail.tokens, self.token_windows.get(key.incarnation, self.window_tokens)
+                need(lost <= most, "P2", f"{lost} tokens of {key.row_key()} lost, at most {most}")
             if tail.sealed:
                 self.coverage["window: payload sealed, seal not durable"] += 1
 
@@ -245,6 +249,7 @@ class Watch(Hooks):
             )
 
         worker.start, worker.generate, worker.prune = watched_start, watched_generate, watched_prune  # type: ignore[method-assign]
+        kill_at_calls(self, life, worker)
 
     def needed_keys(self, journal: str) -> set[ev.AttemptKey]:
         """Attempts with records in ``journal`` that a restore from what is durable now could ask for."""
@@ -325,6 +330,10 @@ class Watch(Hooks):
             self._step_applied(life, event)
         if isinstance(event, ev.RestoreCompleted):
             self._rows_as_owned(life)
+        if isinstance(event, ev.CheckpointCommitted):
+            self.check(event.checkpoint not in self.unpublished, "rule 12", "committed, though it was not published")
+        if isinstance(event, ev.CheckpointFailed):
+            self.unpublished.discard(event.checkpoint)
         if isinstance(event, ev.AttemptAbandoned) and event.reason == "worker_lost" and self.settings.full:
             self._tail_of_lost(event)
 

@@ -308,6 +308,7 @@ class Incarnation:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.config = world.config  # an undead life keeps its own
         self.outcome: Outcome | None = None
         self.killed = False
         self.workers: list[SimWorker] = []
@@ -323,9 +324,10 @@ class Incarnation:
         self.undead = False
         self.loop: VirtualLoop | None = None
         self.death: asyncio.Future[None] | None = None
+        self.kills: list[Any] = []  # those that wait for a call of a worker
 
     async def run(self, restore: str, stop_at_s: float | None) -> Outcome:
-        world, config = self.world, self.world.config
+        world, config = self.world, self.config
         storage = world.storage
         for path in ("run", PAYLOADS, CHECKPOINTS):
             await SimFolders(storage).make(path)
@@ -385,7 +387,7 @@ class Incarnation:
         self.world.hooks.progress(self, progress)
 
     async def _worker(self, worker_id: int, journal_name: str) -> RolloutWorker:
-        world, config = self.world, self.world.config
+        world, config = self.world, self.config
         assert self.plane is not None
         assert self.clock is not None
         worker = SimWorker(
@@ -395,6 +397,7 @@ class Incarnation:
                 journal_name=journal_name,
                 payloads=config.data_plane.payloads,
                 progress_interval_tokens=config.journal.progress_interval_tokens,
+                progress_interval_ms=config.journal.progress_interval_ms,
             ),
             self.plane,
             payload_root=PAYLOADS,
@@ -411,7 +414,7 @@ class Incarnation:
     async def _flush(self) -> None:
         """The flush thread of the event journal."""
         while True:
-            await asyncio.sleep(self.world.config.journal.flush_interval_ms / 1000)
+            await asyncio.sleep(self.config.journal.flush_interval_ms / 1000)
             self.journal.pump()
 
     def die(self) -> None:
