@@ -66,8 +66,13 @@ def _attempt(state: State, e: Any, status: int) -> tuple[Group, Sibling]:
 
 
 def check_attempt_sealed(state: State, e: ev.AttemptSealed) -> None:
+    group = state.groups.get(e.group)
+    if group is not None and 0 <= e.sibling < len(group.siblings):  # written out: half of all events are seals
+        sibling = group.siblings[e.sibling]
+        if sibling.status == DISPATCHED and sibling.attempt == e.attempt and e.receipt.tokens >= 0:
+            return
     _attempt(state, e, DISPATCHED)
-    need(e.receipt.tokens >= 0, e, "a negative token count")
+    need(False, e, "a negative token count")
 
 
 def do_attempt_sealed(state: State, e: ev.AttemptSealed) -> None:
