@@ -17,6 +17,10 @@ def diff(
     format: Annotated[Format, typer.Option(help="For people, or for programs.")] = Format.table,
 ) -> None:
     """Show what changed between two offsets. Reads only, also beside a running run."""
+    if a > b:
+        from .errors import UsageFault
+
+        raise UsageFault(f"A comes first: unlost diff {run} {b} {a}")
     from ..replay.fold import fold_run
     from ..replay.travel import difference
 

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from .target import Overwrite, check_target, whole_file
+
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.", show_default=False)],
@@ -24,6 +26,7 @@ def export(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PATH", help="Where to; default: standard output.")
     ] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write a run as a trace, Parquet files, JSON lines or a timeline. The run itself is only read."""
     if sum((trace, parquet, json, perfetto)) != 1:
@@ -32,8 +35,6 @@ def export(
         raise UsageFault("give one of --trace, --parquet, --json and --perfetto")
     from ..replay import export as exports
 
-    if output is not None:
-        exports.check_target(run, output)
     if parquet:
         if output is None:
             from .errors import UsageFault
@@ -41,11 +42,14 @@ def export(
             raise UsageFault("--parquet needs --output FOLDER")
         counts = exports.write_parquet(run, output, events=events)
         _say(f"{len(counts)} tables, {sum(counts.values())} rows in {output}")
-    elif perfetto:
+        return
+    if output is not None:
+        check_target(output, [run], overwrite=overwrite)
+    if perfetto:
         if output is None:
             exports.write_perfetto(run, sys.stdout.buffer)
             return
-        with output.open("wb") as file:
+        with whole_file(output) as part, part.open("wb") as file:
             counts = exports.write_perfetto(run, file)
         left = f" ({counts['groups_left_out']} more left out)" if counts["groups_left_out"] else ""
         _say(
@@ -62,7 +66,7 @@ def _write(lines: Iterator[bytes], output: Path | None) -> None:
         sys.stdout.buffer.flush()
         return
     count = 0
-    with output.open("wb") as file:
+    with whole_file(output) as part, part.open("wb") as file:
         for line in lines:
             file.write(line)
             count += 1

@@ -77,7 +77,7 @@ def show_summary(summary: dict[str, Any]) -> None:
     print_fields(
         [
             ("run", summary["run_id"]),
-            ("offset", summary["offset"]),
+            ("next offset", summary["offset"]),
             ("time", f"{summary['t_us'] / 1e6:.3f} s"),
             ("incarnation", summary["incarnation"]),
             ("ended", summary["ended"] or ("no (needs a restore)" if summary["needs_restore"] else "no")),

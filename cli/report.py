@@ -8,27 +8,29 @@ from typing import Annotated, Any, Final
 import typer
 
 from .output import Format, console, print_json, print_table
+from .target import Overwrite, check_target, whole_file
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, or a trace.", show_default=False)],
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with a timeline.")] = None,
+    overwrite: Overwrite = False,
     format: Annotated[Format, typer.Option(help="In the terminal.")] = Format.table,
     cache: Annotated[bool, typer.Option(help="Keep big journals as a database in the cache folder.")] = True,
 ) -> None:
     """Say what a run lost and why. Reads only, also beside a running run."""
     from ..replay.database import open_database
-    from ..replay.export import check_target
     from ..replay.report import gather
 
     if html is not None:
-        check_target(run, html)
+        check_target(html, [run], overwrite=overwrite)
     with open_database([run], cache=cache) as database:
         data = gather(database, database.sources[0].run)
     if html is not None:
         from ..replay.report_page import page
 
-        html.write_text(page(data), encoding="utf-8")
+        with whole_file(html) as part:
+            part.write_text(page(data), encoding="utf-8")
         typer.echo(f"{html}: {html.stat().st_size / 1e6:.1f} MB", err=True)
     elif format is Format.json:
         print_json(data)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .output import print_json, print_table
+from .target import Overwrite, check_target, whole_file
 
 if TYPE_CHECKING:
     from ..replay.database import Database, Rows
@@ -44,6 +45,7 @@ def sql(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result there.")
     ] = None,
+    overwrite: Overwrite = False,
     allow_external: Annotated[
         bool, typer.Option("--allow-external", help="Let SQL read and write files other than the sources.")
     ] = False,
@@ -68,6 +70,22 @@ def sql(
         raise UsageFault("--format parquet needs a query, and --output FILE to write to")
     if text is None and not sys.stdin.isatty():
         text = sys.stdin.read()
+    if output is None:
+        _ask(paths, text, format, None, allow_external=allow_external, cache=cache)
+        return
+    if text is None:
+        from .errors import UsageFault
+
+        raise UsageFault("--output needs a query whose result goes there")
+    check_target(output, [found for path in paths for found in glob.glob(path) or [path]], overwrite=overwrite)
+    with whole_file(output) as part:
+        _ask(paths, text, format, part, allow_external=allow_external, cache=cache)
+
+
+def _ask(
+    paths: list[str], text: str | None, format: SqlFormat, output: Path | None, *, allow_external: bool, cache: bool
+) -> None:
+    """``text`` None: the prompt. ``output`` None: to standard output."""
     from ..replay.database import open_database
 
     writable = [output] if output is not None and format is SqlFormat.parquet else []
@@ -76,15 +94,14 @@ def sql(
             print(f"unlost: note: {note}", file=sys.stderr)
         if text is None:
             prompt(database)
+        elif output is None:
+            _write(database.query(text), format, sys.stdout)
         elif format is SqlFormat.parquet:
-            assert output is not None
             target = os.path.abspath(output).replace("'", "''")
             database.query(f"COPY ({text.strip().rstrip(';')}) TO '{target}' (FORMAT parquet)")
-        elif output is not None:
+        else:
             with output.open("w", encoding="utf-8", newline="") as file:
                 _write(database.query(text), format, file)
-        else:
-            _write(database.query(text), format, sys.stdout)
 
 
 def split_arguments(arguments: list[str], *, named: bool) -> tuple[list[str], str | None]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import itertools
 import logging
 import os
 import re
@@ -217,11 +218,14 @@ def find_sources(paths: Sequence[str | Path]) -> tuple[list[Source], list[str]]:
         for path in _expand(str(given)):
             source = _source(path, notes)
             found.setdefault(os.path.realpath(source.path), source)
-    names: dict[str, int] = {}
+    names = {source.run for source in found.values()}
+    taken: set[str] = set()
     for source in found.values():
-        names[source.run] = names.get(source.run, 0) + 1
-        if names[source.run] > 1:
-            source.run = f"{source.run}-{names[source.run]}"
+        if source.run in taken:
+            numbered = (f"{source.run}-{number}" for number in itertools.count(2))
+            source.run = next(name for name in numbered if name not in names)
+            names.add(source.run)
+        taken.add(source.run)
     return list(found.values()), notes
 
 

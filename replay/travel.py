@@ -32,7 +32,7 @@ def offset_at_time(reader: JournalReader[Event], moment: str) -> int:
         raise NoSuchMoment(f"{reader.directory}: the journal holds no events")
     try:
         wanted = round(float(moment) * 1e6)
-    except ValueError:
+    except (ValueError, OverflowError):  # also "nan" and "inf", which are numbers to Python
         wanted = _run_clock(reader, moment)
     if reader.get(first).t > wanted:
         raise NoSuchMoment(
@@ -51,7 +51,7 @@ def offset_at_time(reader: JournalReader[Event], moment: str) -> int:
 def _run_clock(reader: JournalReader[Event], moment: str) -> int:
     try:
         wall_us = round(dt.datetime.fromisoformat(moment).timestamp() * 1e6)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise NoSuchMoment(
             f"{moment}: neither seconds on the run's clock (like 12.5) nor a date and time (like 2026-05-01T12:00:00)"
         ) from error

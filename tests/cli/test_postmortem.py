@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -175,6 +176,96 @@ def test_export_to_files_and_pipes(capsysbinary, told, tmp_path):
     assert (tmp_path / "tables" / "losses.parquet").exists()
     for wrong in ([], ["--trace", "--json"], ["--parquet"]):
         assert run(["export", str(told), *wrong]) == 2
+
+
+def _writes(told, place):
+    """Every command that writes one file, writing to ``place``."""
+    yield ["sql", told, "from runs", "--format", "csv", "-o", place]
+    yield ["sql", told, "from runs", "--format", "parquet", "-o", place]
+    yield ["sql", told, "--query", "waste", "-o", place]
+    yield ["export", told, "--json", "-o", place]
+    yield ["export", told, "--trace", "-o", place]
+    yield ["export", told, "--perfetto", "-o", place]
+    yield ["report", told, "--html", place]
+
+
+def test_moments_that_are_none_are_one_line(capsys, told):
+    """Neither numbers that are no time, nor dates that no clock shows, nor offsets the wrong way round."""
+    for moment in (
+        "inf",
+        "-inf",
+        "nan",
+        "1e400",
+        "-5",
+        "yesterday",
+        "0001-01-01T00:00:00",
+        "9999-12-31T23:59:59+00:00",
+    ):
+        code, out, err = command(capsys, "replay", told, f"--at-time={moment}")
+        if moment.startswith("9999"):
+            assert code == 0
+            continue
+        assert (code, out) == (2, ""), moment
+        assert len(err.splitlines()) == 1
+    code, out, err = command(capsys, "diff", told, 9, 3)
+    assert (code, out) == (2, "")
+    assert "3 9" in err
+
+
+def test_what_is_there_is_not_overwritten_unasked(capsys, told, tmp_path):
+    """Refused before any work, naming the remedy; replaced as a whole when asked."""
+    there = tmp_path / "there"
+    for number in range(7):
+        there.write_text("mine")
+        args = list(_writes(told, there))[number]
+        code, out, err = command(capsys, *args)
+        assert (code, out) == (2, ""), args
+        assert "--overwrite" in err
+        assert there.read_text() == "mine"
+        code, out, _ = command(capsys, *args, "--overwrite")
+        assert (code, out) == (0, ""), args
+        assert there.read_bytes()[:4] != b"mine"
+    assert [file.name for file in tmp_path.iterdir() if "there" in file.name] == ["there"]
+
+
+@pytest.mark.parametrize("where", ["a missing folder", "a folder", "the run", "the source"])
+def test_a_place_that_cannot_be_written_is_one_line(capsys, told, tmp_path, where):
+    """A folder that is not there, one that is, the run's own folder: exit code 2, and the run as it was."""
+    if where == "the source":
+        trace = tmp_path / "t.jsonl"
+        assert run(["export", str(told), "--trace", "-o", str(trace)]) == 0
+        before = trace.read_bytes()
+        for source in (trace, tmp_path / "*.jsonl"):
+            code, _, err = command(capsys, "sql", source, "from runs", "-o", trace, "--overwrite")
+            assert (code, trace.read_bytes()) == (2, before)
+            assert "what is read" in err
+        return
+    place = {"a missing folder": tmp_path / "no" / "x", "a folder": tmp_path, "the run": told / "config.yaml"}[where]
+    before = sorted(told.rglob("*"))
+    for args in _writes(told, place):
+        code, out, err = command(capsys, *args, "--overwrite")
+        assert (code, out) == (2, ""), args
+        assert str(place) in err
+        assert len(err.splitlines()) == 1
+    assert sorted(told.rglob("*")) == before
+
+
+def test_a_query_that_fails_leaves_what_was_there(capsys, told, tmp_path):
+    """The old result stays, and no half of the new one beside it."""
+    old = tmp_path / "old.csv"
+    old.write_text("mine")
+    for kind in ("csv", "json", "table", "parquet"):
+        code, _, _ = command(capsys, "sql", told, "SELECT bogus", "--format", kind, "-o", old, "--overwrite")
+        assert code == 2
+    assert old.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [old]
+
+
+def test_pipes_and_devices_are_written_as_they_are(capsys, told):
+    """/dev/null is no file to be replaced."""
+    for args in _writes(told, "/dev/null"):
+        assert command(capsys, *args)[0] == 0
+    assert Path("/dev/null").is_char_device()
 
 
 # --- time travel ----------------------------------------------------------------------------------------------------

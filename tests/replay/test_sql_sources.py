@@ -1,6 +1,7 @@
 """What SQL may be asked of: sources of every kind and quality, what is left out of them, and what a query may reach."""
 
 import gzip
+import itertools
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from tests.synthetic_run import Shape, SyntheticRun, write_journal
 from unlost.journal import JournalOptions, JournalWriter
 from unlost.replay import database as databases
 from unlost.replay import events as ev
-from unlost.replay.database import SourceError, SqlError, open_database
+from unlost.replay.database import SourceError, SqlError, find_sources, open_database
 from unlost.replay.tables import INTERNAL, documented
 
 from .postmortem_stories import everything, trace_example, write
@@ -70,6 +71,18 @@ def test_content_hashes_use_all_64_bits(tmp_path):
     told = [trace_example()[0], ev.BatchReserved(1, 0, 0, (ev.PromptRef("p", 0, 0, 2**64 - 5),), 1, 0, 1)]
     with open_database([write(tmp_path, told)]) as database:
         assert database.value("SELECT content_hash FROM raw.batch_reserved_prompts") == 2**64 - 5
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["x/a", "y/a", "z/a-2", "w/a-2"])))
+def test_sources_of_one_name_are_told_apart(tmp_path, order):
+    """However the numbered names collide with given ones; who comes first keeps the name."""
+    for place in order:
+        write(tmp_path / place, trace_example())
+    found, _ = find_sources([tmp_path / place for place in order])
+    names = [source.run for source in found]
+    assert len(set(names)) == len(order)
+    assert names[order.index(next(p for p in order if p.endswith("a")))] == "a"
+    assert names[order.index(next(p for p in order if p.endswith("a-2")))] == "a-2"
 
 
 def test_several_runs_and_globs_at_once(tmp_path):
