@@ -199,13 +199,20 @@ class RolloutPump:
     async def _launcher(self) -> None:
         """Start waiting groups as capacity allows, in the order of their admission."""
         while True:
-            if not await self.ledger.wait_until(lambda: self._next_to_start() >= 0):
+            if not await self.ledger.wait_until(lambda: self._next_to_start() >= 0 or self._held_back()):
                 return
             index = self._next_to_start()
+            if index < 0:
+                await self.ledger.writer.drain()  # no event says when the backlog is short again, and none may follow
+                continue
             group_id = self._waiting[index]
             del self._waiting[index]
             self._spawn(self._run_group(group_id))
             await asyncio.sleep(0)  # it takes its slots before the next one is looked at
+
+    def _held_back(self) -> bool:
+        """Whether groups wait and the journal's backlog may be why."""
+        return bool(self._waiting) and self.ledger.writer.above_high_mark
 
     def _next_to_start(self) -> int:
         """Index in the queue, or -1.

@@ -377,3 +377,16 @@ def test_rows_that_nothing_brings_back_end_the_run_with_what_to_do() -> None:
     assert "step 1: rows not in the data plane: i1.g" in detail
     assert "The same command again generates what is lost anew" in detail
     ended(place.live())
+
+
+# --- back-pressure --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("high", [1, 300])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_what_the_backlog_held_back_starts_once_it_is_short_again(sampler: str, high: int) -> None:
+    """The last event for a while goes into a backlog above its high mark: nothing else would wake who waits for it."""
+    keys = {"async_rl__max_inflight_prompts": 2, "journal__flush_interval_ms": 100.0}
+    place = World(sim_config(async_rl__sampler__name=sampler, journal__backlog_high_bytes=high, **keys))
+    assert place.live(kill_at_s=2.5, limit_s=600).killed
+    ended(place.live(limit_s=600))

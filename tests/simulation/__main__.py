@@ -1,14 +1,19 @@
-"""``python -m tests.simulation SEED…`` replays seeds; ``--count N --from K`` runs many and shows what they hit."""
+"""``python -m tests.simulation SEED…`` replays seeds; ``--count N --from K`` runs many and shows what they hit.
+
+``--plain`` leaves out the further disturbances of ``disturb``, ``--disturbed`` runs only seeds that have one.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 import time
 import traceback
 from collections import Counter
 
+from tests.simulation.draw import draw
 from tests.simulation.limit import cpu_bound
 from tests.simulation.run import run_seed
 
@@ -20,22 +25,28 @@ def main() -> int:
     parser.add_argument("--from", dest="first", type=int, default=0)
     parser.add_argument("--keep-going", action="store_true", help="report every failing seed, not only the first")
     parser.add_argument("--log", action="store_true", help="show the engine's own log")
+    parser.add_argument("--plain", action="store_true", help="crashes and scripted troubles alone")
+    parser.add_argument("--disturbed", action="store_true", help="of --count, only seeds with a further disturbance")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO if options.log else logging.CRITICAL + 1)
     total: Counter[str] = Counter()
     events: Counter[str] = Counter()
     failed, lives, began = [], 0, time.process_time()
     seeds = options.seeds or range(options.first, options.first + options.count)
+    if options.disturbed:
+        seeds = [seed for seed in seeds if draw(seed).more.kinds]
     for seed in seeds:
         try:
             with cpu_bound():
-                report = run_seed(seed)
+                report = run_seed(seed, plain=options.plain)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
             failed.append(seed)
             print(
-                f"FAILED: python -m tests.simulation {seed}\n  {type(error).__name__}: {str(error)[:600]}", flush=True
+                f"FAILED: python -m tests.simulation {seed}{' --plain' * options.plain}\n"
+                f"  {type(error).__name__}: {str(error)[:600]}",
+                flush=True,
             )
             if len(seeds) <= 3:
                 traceback.print_exc()
@@ -58,4 +69,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads may have seen enough, as with any filter
     sys.exit(main())

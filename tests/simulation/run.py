@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.sim_storage import Fault
+from tests.simulation.crash import Crash
+from tests.simulation.disturb import TOLERATED, Asked, arrange_more, ask, check_asked
 from tests.simulation.draw import Case, draw
 from tests.simulation.model import Broken, Settings, need
 from tests.simulation.raw import read_events
-from tests.simulation.watch import Crash, Watch
+from tests.simulation.watch import Watch
 from tests.simulation.world import EVENTS, PAYLOADS, Incarnation, World, sim_config
 from unlost.engine.progress import EXIT_RESUMABLE
+from unlost.replay import events as ev
 from unlost.replay.state import State
 from unlost.replay.transitions import apply
 
@@ -24,6 +27,8 @@ EXPECTED_FAILURES = (
     "step below floor", "lost in a row", "checkpoints failed in a row", "scripted invariant", "the journal's storage",
     "journal failed", "could not be replaced", "payload journal", "[Errno 5]", "[Errno 28]",
 )  # fmt: skip
+GIVEN_UP = ("checkpoints failed in a row", "the journal's storage failed")
+"""After so many failures in a row a run ends, also of a kind that it goes on after."""
 
 
 @dataclass
@@ -38,6 +43,8 @@ class Report:
 
 def config_of(case: Case, life: int) -> Any:
     keys = case.keys | case.lives[min(life, len(case.lives) - 1)]
+    if case.more.lives:
+        keys |= case.more.lives[min(life, len(case.more.lives) - 1)]
     least = keys["async_rl__min_groups_for_streaming_train"]
     if least is not None:
         keys["async_rl__min_groups_for_streaming_train"] = min(least, keys["grpo__num_prompts_per_step"])
@@ -48,13 +55,9 @@ def config_of(case: Case, life: int) -> Any:
     return sim_config(**keys)
 
 
-def prepare(case: Case) -> Watch:
-    """A world of this case with its onlooker."""
-    config = config_of(case, 0)
-    world = World(config, seed=case.seed, rows=case.rows, script=case.plan, reward=case.reward)
-    world.worker_start_s = case.worker_start_s
-    failure, journal = config.rollout_failure, config.journal
-    settings = Settings(
+def settings_of(case: Case, config: Any) -> Settings:
+    failure = config.rollout_failure
+    return Settings(
         prompts_per_step=config.grpo.num_prompts_per_step,
         generations=config.grpo.num_generations_per_prompt,
         rows=case.rows,
@@ -64,15 +67,38 @@ def prepare(case: Case) -> Watch:
         replace=failure.on_dropped_prompt == "replace",
         replacements_max=failure.max_replacement_attempts,
         keep=config.checkpointing.keep_latest_k,
+        saves=config.checkpointing.enabled,
     )
-    watch = Watch(world, settings, plane_options=case.plane, trainer_options=case.trainer)
-    flush_s = journal.flush_interval_ms / 1000
-    watch.window_us = round(2.5e6 * flush_s) + 1000
-    watch.window_tokens = journal.progress_interval_tokens + 8 + round(2.5 * flush_s / 0.01)
-    watch.slow = any(f["where"] == "events" or f["where"] == "payloads" for f in case.faults)
+
+
+def prepare(case: Case) -> Watch:
+    """A world of this case with its onlooker."""
+    config = config_of(case, 0)
+    world = World(config, seed=case.seed, rows=case.rows, script=case.plan, reward=case.reward)
+    world.worker_start_s = case.worker_start_s
+    watch = Watch(world, settings_of(case, config), plane_options=case.plane, trainer_options=case.trainer)
+    watch.slow = any(f["where"] == "events" or f["where"] == "payloads" for f in case.faults) or bool(case.more.faults)
     watch.folder_s = case.folder_s
     world.hooks = watch
+    for kind in case.more.kinds:
+        watch.coverage[f"drawn: {kind}"] += 1
+    watch.coverage["drawn: several at once"] += len(case.more.kinds) > 1
     return watch
+
+
+def configure(case: Case, watch: Watch, life: int) -> None:
+    """The configuration of that life, and what may be lost under it."""
+    before, config = watch.world.config, config_of(case, life)
+    watch.world.config, watch.settings = config, settings_of(case, config)
+    flush_s = config.journal.flush_interval_ms / 1000
+    watch.window_us = round(2.5e6 * flush_s) + 1000
+    watch.window_tokens = config.journal.progress_interval_tokens + 8 + round(2.5 * flush_s / 0.01)
+    if life and "keys" in case.more.kinds:
+        for section in config.__struct_fields__:
+            now, then = getattr(config, section), getattr(before, section)
+            for name in now.__struct_fields__ if now != then else ():
+                if getattr(now, name) != getattr(then, name):
+                    watch.coverage[f"disturbed: {section}.{name} changed"] += 1
 
 
 def arrange(case: Case, watch: Watch, life_number: int, crash: Crash) -> Any:
@@ -99,6 +125,7 @@ def arrange(case: Case, watch: Watch, life_number: int, crash: Crash) -> Any:
                 loop.call_later(0.3, _inject, life, fault)
         for step in case.lose_replies if life_number == 0 else ():
             loop.call_later(0.3, lambda s=step: life.trainer.lose_reply_of.add(s) if life.trainer else None)
+        arrange_more(watch, life, life_number, case.more)
         again = not (case.lose_disk and life_number > 3)  # with a lost disk each time costs what was generated since
         for moment in case.lose_plane_s if again else ():
             loop.call_later(moment, lambda: life.plane.lose() if life.plane else None)
@@ -140,15 +167,21 @@ def run_case(case: Case) -> Report:
     watch = prepare(case)
     world, report = watch.world, Report(case.seed)
     chance = random.Random(case.seed ^ 0x5EED)
-    crashes = list(case.crashes)
+    other = random.Random(f"{case.seed} asked")
+    crashes, asks, afterwards = list(case.crashes), list(case.more.asks), list(case.more.after_the_end)
     finished = False
     while not finished:
         need(report.lives < LIVES_MAX, "progress", f"not finished after {report.lives} lives")
-        world.config = config_of(case, report.lives)
+        configure(case, watch, report.lives)
+        kind = asks.pop(0) if asks else "latest"
+        asked = ask(kind, watch, other)
+        if report.lives < len(case.restores):
+            asked = Asked(case.restores[report.lives])
+        watch.appended_events, watch.unpublished = [], set()  # a life may end while it opens the journal
         watch.crash = crash = crashes.pop(0) if crashes else Crash()
         try:
             life = world.live(
-                restore=case.restores[report.lives] if report.lives < len(case.restores) else "latest",
+                restore=asked.mode,
                 kill_at_s=crash.time_s if crash.time_s < 1e6 else None,
                 stop_at_s=crash.stop_s if crash.stop_s < 1e6 else None,
                 limit_s=VIRTUAL_LIMIT_S,
@@ -156,19 +189,25 @@ def run_case(case: Case) -> Report:
                 undead=crash.undead,
             )
         except OSError:
-            need(any("code" in fault for fault in case.faults), "outcome", "an opening failed, and nobody asked for it")
+            coded = any("code" in fault for fault in case.faults) or bool(case.more.faults)
+            need(coded, "outcome", "an opening failed, and nobody asked for it")
             watch.coverage["outcome: opening failed as scripted"] += 1
             report.lives += 1
             continue
         report.lives += 1
         if watch.broken:
             raise watch.broken[0]
+        refused = check_asked(kind, asked, watch, life)
+        check_began(watch, asked)
         if life.killed:
             if crash.power:
                 world.storage.power_cut(chance, crash.power)
             _after_crash(case, watch, chance)
             continue
         assert life.outcome is not None
+        need(not watch.unpublished, "outcome", f"checkpoints {watch.unpublished} were not published, and none was told")
+        if refused:
+            continue
         if life.outcome.exit_code == EXIT_RESUMABLE:
             watch.coverage["outcome: stopped as asked"] += 1
             continue
@@ -176,14 +215,27 @@ def run_case(case: Case) -> Report:
             expected = any(text in life.outcome.detail for text in EXPECTED_FAILURES)
             if "Errno" in life.outcome.detail:
                 expected = any("code" in fault for fault in case.faults)
+                expected |= any(f"[Errno {fault['code']}]" in life.outcome.detail for fault in case.more.faults)
+                tolerated = any(f"[Errno {code}]" in life.outcome.detail for code in TOLERATED.values())
+                expected &= not tolerated or any(text in life.outcome.detail for text in GIVEN_UP)
             if "their payloads can't be read either" in life.outcome.detail:  # of a claimed step: it says what to do
                 expected = case.lose_disk and bool(case.lose_plane_s)
             need(expected, "outcome", f"life {report.lives}: {life.outcome.detail}")
             watch.coverage["outcome: failed as scripted"] += 1
             continue
-        finished = True
+        finished = not afterwards
+        if afterwards:
+            asks.insert(0, afterwards.pop(0))
     _last_looks(case, watch, report)
     return report
+
+
+def check_began(watch: Watch, asked: Asked) -> None:
+    """A restore goes on from the newest trainer checkpoint that is finished and whole, or from a newer one."""
+    led = [e.to_version for e in watch.appended_events if isinstance(e, ev.RestoreStarted)]
+    completed = any(isinstance(e, ev.RestoreCompleted) for e in watch.appended_events)
+    if asked.mode == "latest" and completed:
+        need(led[-1] >= watch.newest, "P5", f"step {watch.newest} is saved, restored was {led}")
 
 
 def _after_crash(case: Case, watch: Watch, chance: random.Random) -> None:
@@ -196,7 +248,8 @@ def _after_crash(case: Case, watch: Watch, chance: random.Random) -> None:
             del world.storage.directories[gone]
             watch.lost_journals.add(gone.rpartition("/")[2])
             watch.coverage["a payload disk lost"] += 1
-    if chance.random() < 0.15 and not watch.coverage["a checkpoint damaged"]:
+    another = not case.more.kinds or len(watch.usable(watch.books())[0]) > 1  # after going back there may be one alone
+    if chance.random() < 0.15 and not watch.coverage["a checkpoint damaged"] and another:
         _damage(watch, chance)
 
 
@@ -219,6 +272,8 @@ def _damage(watch: Watch, chance: random.Random) -> None:
         body[chance.randrange(len(body))] ^= 4
         world.storage.put(file, bytes(body))
     watch.coverage["a checkpoint damaged"] += 1
+    if "/data_plane/" not in file:
+        watch.damaged.add(newest.rpartition("/")[2])
 
 
 def _last_looks(case: Case, watch: Watch, report: Report) -> None:
@@ -226,7 +281,7 @@ def _last_looks(case: Case, watch: Watch, report: Report) -> None:
     world = watch.world
     events, first = read_events(world.storage, EVENTS)
     state = State()
-    model = type(watch.live)(watch.settings, lost_journals=watch.lost_journals)
+    model = type(watch.live)(watch.settings, lost_journals=watch.lost_journals, openings=watch.openings)
     need(first == 0, "offsets", f"the journal begins at {first}")
     stride = 1 if len(events) < 250 else 11
     for offset, event in enumerate(events):
@@ -235,26 +290,31 @@ def _last_looks(case: Case, watch: Watch, report: Report) -> None:
         if offset % stride == 0 or offset == len(events) - 1:
             theirs, mine = state.summary()["prompts"], model.sets()
             need(theirs == mine, "P1", f"offset {offset}: the engine says {theirs}, the books {mine}")
-    need(model.version == world.config.grpo.max_steps, "end", f"ended at {model.version}")
+    most = world.config.grpo.max_steps
+    beyond = model.version > most and all(i < model.incarnation for i, _ in model.applied.values())  # it was lowered
+    need(model.version == most or beyond, "end", f"ended at {model.version}")
     for step, (incarnation, groups) in model.applied.items():
         keys = [k for i, s, k in watch.trained if (i, s) == (incarnation, step)]
         need(len(keys) == 1, "rule 17", f"incarnation {incarnation} trained step {step} {len(keys)} times")
         members = {int(k.split(".")[1][1:]) for k in keys[0]}
         need(members == set(groups), "P1", f"step {step} trained {members}, journal {groups}")
+    known = {c for c, (kind, version, *_) in model.checkpoints.items() if kind == "trainer" and version >= model.floor}
+    left = [name for name in watch.published if name.startswith("step_") and int(name[-6:]) not in known]
+    need(not left or bool(case.more.faults), "leftovers", f"{left} belong to no checkpoint that a restore may use")
     report.coverage, report.offset = watch.coverage, len(events)
     report.events = Counter(type(event).__name__ for event in events)
     report.digest = watch.digests[model.version]
 
 
-def run_seed(seed: int) -> Report:
+def run_seed(seed: int, *, plain: bool = False) -> Report:
     """Draw and run; on-policy runs in which nothing else goes wrong end with an uninterrupted run's weights."""
-    case = draw(seed)
+    case = draw(seed, plain=plain)
     report = run_case(case)
     keys = case.keys
     on_policy = keys["async_rl__sampler__name"] == "in_order" and keys["async_rl__sampler__max_lookahead_versions"] == 0
     warm = "async_rl__sampler__warmup_lookahead_versions" in keys
     if on_policy and not warm and case.quiet:
-        again = draw(seed)
+        again = draw(seed, plain=True)
         again.crashes, again.lose_replies = [], ()
         whole = run_case(again)
         need(whole.digest == report.digest, "weights", "not those of an uninterrupted run")

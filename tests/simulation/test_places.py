@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.fakes import SimPlan
+from tests.simulation.crash import Crash
 from tests.simulation.draw import Case, draw
 from tests.simulation.limit import cpu_bound
 from tests.simulation.run import run_case, run_seed
-from tests.simulation.watch import Crash
 from unlost.replay.events import AttemptKey
 
 pytestmark = pytest.mark.slow  # in sum more than a fast suite should take
@@ -32,7 +32,7 @@ def no_hanging() -> Iterator[None]:
 
 def plain(*crashes: Crash, **keys: Any) -> Case:
     """A quiet run of in_order with these crashes."""
-    case = draw(2)
+    case = draw(2, plain=True)
     case.keys = {
         "grpo__num_prompts_per_step": 2,
         "grpo__num_generations_per_prompt": 2,
@@ -154,4 +154,4 @@ def test_place(place: str) -> None:
         where()
     else:
         for seed in where:
-            run_seed(seed)
+            run_seed(seed, plain=True)

@@ -127,7 +127,7 @@ class Watch(Hooks):
         return model
 
     def usable(self, model: Model) -> tuple[list[int], list[int]]:
-        """Steps with a finished, whole trainer checkpoint that a restore may use; and those with none but broken ones."""
+        """Steps with a finished, whole trainer checkpoint that a restore may use; and those with broken ones alone."""
         whole, known, maybe = set(), set(), set()
         there = set(self.published)
         for checkpoint, (kind, version, _, done, incarnation) in model.checkpoints.items():
@@ -347,6 +347,9 @@ class Watch(Hooks):
                 found = tail_of(records, ev.AttemptKey(incarnation, group.id, event.sibling, attempt))
                 tail.tokens, tail.sealed = max(tail.tokens, found.tokens), found.sealed
             tail.lost_worker = True
+            key = ev.AttemptKey(sibling.incarnation, group.id, event.sibling, sibling.attempt)
+            lost = 0 if self.slow or tail.sealed else self.produced.get(key, 0) - tail.tokens
+            self.check(lost <= self.window_tokens, "P2", f"{lost} tokens of {key.row_key()} lost with its worker")
 
     def _step_applied(self, life: Incarnation, event: ev.StepApplied) -> None:
         """What the trainer says that it was given is what the fold says."""
