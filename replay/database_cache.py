@@ -51,6 +51,9 @@ def cache_file(sources: Sequence[Cached]) -> Path | None:
         "database.py",
         "events.py",
         "trace_events.py",
+        "trace_matching.py",
+        "trace_reading.py",
+        "trace_runs.py",
     ):
         digest.update(resources.files(__package__).joinpath(module).read_bytes())
     for source in sources:

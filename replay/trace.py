@@ -1,20 +1,16 @@
-"""The rollout trace: one JSON line per event, as written by NeMo-RL's single controller, read and written.
+"""The rollout trace: one JSON line per event, in the format of NeMo-RL's single controller; here it is written.
 
-Reading is lenient: unknown events and fields stay queryable, missing ones are missing, a torn last line is told,
-several runs may share a file, compressed files and lines out of order are fine. Writing is a projection of our own
-events (``TraceProjection``), usable live as well as over a finished journal. ``t`` is Unix time in seconds; ``run`` is
-new for every incarnation; ``offset`` is that of the event in the journal (docs/trace.md).
+A projection of our own events (``TraceProjection``), usable live as well as over a finished journal: it says all that
+the SQL tables are made of. ``t`` is Unix time in seconds; ``run`` is new for every incarnation; ``offset`` is that of
+the event in the journal (docs/trace.md).
 """
 
 from __future__ import annotations
 
-import gzip
-import io
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-import zstandard
 
 from . import events as ev
 from .columns import snake
@@ -32,64 +28,6 @@ ABANDONED: Final = "attempt_abandoned"
 GROUP_SEALED: Final = "group_sealed"
 SNAPSHOT: Final = "snapshot_published"
 RESTORE: Final = "restore_started"
-
-
-class Line(NamedTuple):
-    """A line as an object. ``number`` counts from 1. ``text`` is the line as it stood."""
-
-    number: int
-    fields: dict[str, Any]
-    text: str
-
-
-class TraceFile:
-    """Lines of one file, ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst``; then ``notes`` says what was left out."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.notes: list[str] = []
-
-    def __iter__(self) -> Iterator[Line]:
-        self.notes = []
-        bad: list[int] = []
-        decode = msgspec.json.Decoder(dict[str, Any]).decode
-        last_bad = False
-        number = 0
-        try:
-            with _open(self.path) as stream:
-                for number, raw in enumerate(stream, 1):
-                    text = raw.strip()
-                    if not text:
-                        continue
-                    try:
-                        fields = decode(text)
-                    except msgspec.DecodeError:
-                        bad.append(number)
-                        last_bad = not raw.endswith(b"\n")
-                        continue
-                    yield Line(number, fields, text.decode("utf-8", "replace"))
-        except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
-            self.notes.append(f"{self.path}: the compressed stream ends or breaks after line {number} ({error})")
-        if last_bad:
-            self.notes.append(f"{self.path}: the last line, {bad.pop()}, is torn and was left out")
-        if bad:
-            shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
-            self.notes.append(f"{self.path}: {len(bad)} line(s) are no JSON objects and were left out: {shown}")
-        if number == 0:
-            self.notes.append(f"{self.path}: the trace is empty")
-
-
-def _open(path: str) -> IO[bytes]:
-    if path.endswith(".gz"):
-        return cast("IO[bytes]", gzip.open(path, "rb"))
-    file = open(path, "rb")  # noqa: SIM115 - handed to the caller
-    if path.endswith(".zst"):
-        reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=True)
-        return io.BufferedReader(reader)
-    return file
-
-
-# --- writing --------------------------------------------------------------------------------------------------------
 
 
 class _Told:
@@ -165,6 +103,10 @@ class TraceProjection:
             "group_id": event.group,
         } | more
 
+    def _group(self, event: Any, name: str, **more: Any) -> dict[str, Any]:
+        prompt = self._groups.get(event.group, _UNKNOWN).prompt
+        return {"event": name, "prompt_id": prompt, "group_id": event.group} | more
+
     def _ended(self, event: ev.AttemptSealed | ev.AttemptFailed | ev.AttemptAbandoned) -> None:
         told = self._groups.get(event.group)
         if told is not None:
@@ -181,10 +123,18 @@ class TraceProjection:
                 del self._groups[group]
 
     def _on_RunStarted(self, event: ev.RunStarted) -> Iterator[dict[str, Any]]:  # noqa: N802 - named after the event
-        yield {"event": "run_started", "incarnation": event.incarnation, "host": event.host}
+        yield {
+            "event": "run_started",
+            "incarnation": event.incarnation,
+            "host": event.host,
+            "pid": event.pid,
+            "clock": event.t / 1e6,
+            "settings": event.settings,
+        }
 
     def _on_RunEnded(self, event: ev.RunEnded) -> Iterator[dict[str, Any]]:  # noqa: N802
-        yield {"event": "run_ended", "reason": event.reason}
+        generated = [list(count) for count in event.generated]
+        yield {"event": "run_ended", "reason": event.reason, "detail": event.detail, "generated": generated}
 
     def _on_BatchReserved(self, event: ev.BatchReserved) -> Iterator[dict[str, Any]]:  # noqa: N802
         for group, prompt in enumerate(event.prompts, event.first_group):
@@ -195,7 +145,29 @@ class TraceProjection:
                 "group_id": group,
                 "epoch": prompt.epoch,
                 "generations": event.generations,
+                "admission_id": event.admission_id,
+                "kind": event.kind,
+                "sample_id": prompt.sample_id,
+                "task": prompt.task,
             }
+        if event.pool_groups or not event.prompts:
+            pool = list(event.pool_groups)
+            yield {
+                "event": "batch_reserved",
+                "admission_id": event.admission_id,
+                "generations": event.generations,
+                "kind": event.kind,
+                "pool_group_ids": pool,
+            }
+
+    def _on_BatchAdmitted(self, event: ev.BatchAdmitted) -> Iterator[dict[str, Any]]:  # noqa: N802
+        yield {
+            "event": "batch_admitted",
+            "admission_id": event.admission_id,
+            "target_step": event.target_step,
+            "dispatch_index": event.dispatch_index,
+            "version": event.trainer_version,
+        }
 
     def _on_AttemptDispatched(self, event: ev.AttemptDispatched) -> Iterator[dict[str, Any]]:  # noqa: N802
         if event.group in self._groups:
@@ -214,7 +186,14 @@ class TraceProjection:
         receipt = event.receipt
         spans = [list(span) for span in receipt.weight_spans]
         yield self._attempt(
-            event, SEALED, tokens=receipt.tokens, reward=receipt.reward, weight_spans=spans, adopted=event.adopted
+            event,
+            SEALED,
+            tokens=receipt.tokens,
+            prompt_tokens=receipt.prompt_tokens,
+            truncated=receipt.truncated,
+            reward=receipt.reward,
+            weight_spans=spans,
+            adopted=event.adopted,
         )
         told = self._groups.get(event.group)
         if told is not None:
@@ -234,25 +213,45 @@ class TraceProjection:
         self._ended(event)
 
     def _on_PromptReplaced(self, event: ev.PromptReplaced) -> Iterator[dict[str, Any]]:  # noqa: N802
-        yield {"event": "prompt_replaced"}
+        yield self._group(
+            event,
+            "prompt_replaced",
+            reason=event.reason,
+            target_step=event.target_step,
+            spare=event.spare,
+            spare_target=event.spare_target,
+            version=event.trainer_version,
+            borrowed=event.borrowed,
+            borrowed_from=event.borrowed_from,
+        )
         self._give_up(event.group)
 
     def _on_StepShortened(self, event: ev.StepShortened) -> Iterator[dict[str, Any]]:  # noqa: N802
-        yield {"event": "step_shortened"}
+        yield self._group(event, "step_shortened", reason=event.reason, step=event.step, count=event.count)
         self._give_up(event.group)
 
     def _on_GroupDiscarded(self, event: ev.GroupDiscarded) -> Iterator[dict[str, Any]]:  # noqa: N802
-        yield from self._gone(event, "group_discarded")
+        yield from self._gone(event, "group_discarded", detail=event.detail)
 
     def _on_GroupEvicted(self, event: ev.GroupEvicted) -> Iterator[dict[str, Any]]:  # noqa: N802
         yield from self._gone(event, "group_evicted")
 
-    def _gone(self, event: ev.GroupDiscarded | ev.GroupEvicted, name: str) -> Iterator[dict[str, Any]]:
+    def _gone(self, event: ev.GroupDiscarded | ev.GroupEvicted, name: str, **more: Any) -> Iterator[dict[str, Any]]:
         told = self._groups.get(event.group, _UNKNOWN)
         if event.requeued_as >= 0:
             self._groups[event.requeued_as] = _Told(told.prompt, told.siblings)
-        yield {"event": name, "prompt_id": told.prompt, "group_id": event.group, "reason": event.reason}
+        yield self._group(event, name, reason=event.reason, requeued_as=event.requeued_as, **more)
         self._give_up(event.group)
+
+    def _on_GroupCommitted(self, event: ev.GroupCommitted) -> Iterator[dict[str, Any]]:  # noqa: N802
+        yield self._group(
+            event,
+            "group_committed",
+            rows=event.rows,
+            tokens=event.tokens,
+            version_min=event.version_min,
+            version_max=event.version_max,
+        )
 
     def _on_StepClaimed(self, event: ev.StepClaimed) -> Iterator[dict[str, Any]]:  # noqa: N802
         self._claimed.extend(event.groups)
@@ -270,36 +269,56 @@ class TraceProjection:
             "version": event.trainer_version,
             "tokens": event.tokens,
             "seconds": event.seconds,
+            "loss": event.loss,
+            "reward_mean": event.reward_mean,
+            "generated": [list(count) for count in event.generated],
+            "metrics": event.metrics,
         }
 
     def _on_WeightsSynced(self, event: ev.WeightsSynced) -> Iterator[dict[str, Any]]:  # noqa: N802
         yield {"event": "weights_synced", "branch": event.branch, "version": event.version, "seconds": event.seconds}
 
-    def _on_RowsCleared(self, event: ev.RowsCleared) -> tuple[()]:  # noqa: ARG002, N802
-        return ()
-
-    def _on_CheckpointStarted(self, event: ev.CheckpointStarted) -> tuple[()]:  # noqa: N802
+    def _on_CheckpointStarted(self, event: ev.CheckpointStarted) -> Iterator[dict[str, Any]]:  # noqa: N802
         self._cuts[event.checkpoint] = self._unix(event.t)
-        return ()
+        yield self._checkpoint(event, "checkpoint_started", step=event.trainer_version)
 
     def _on_CheckpointFailed(self, event: ev.CheckpointFailed) -> Iterator[dict[str, Any]]:  # noqa: N802
         self._cuts.pop(event.checkpoint, None)
-        yield {"event": "checkpoint_failed"}
+        more = {"reason": event.reason, "retryable": event.retryable, "seconds": event.seconds}
+        yield self._checkpoint(event, "checkpoint_failed", **more)
+
+    def _on_CheckpointSkipped(self, event: ev.CheckpointSkipped) -> Iterator[dict[str, Any]]:  # noqa: N802
+        yield {"event": "checkpoint_skipped", "kind": event.kind, "reason": event.reason}
+
+    def _checkpoint(self, event: Any, name: str, **more: Any) -> dict[str, Any]:
+        return {"event": name, "checkpoint": event.checkpoint, "kind": event.kind} | more
 
     def _on_CheckpointCommitted(self, event: ev.CheckpointCommitted) -> Iterator[dict[str, Any]]:  # noqa: N802
-        yield {
-            "event": SNAPSHOT,
-            "step": event.trainer_version,
-            "cut_time": self._cuts.pop(event.checkpoint, None),
-            "kind": event.kind,
-            "seconds": event.seconds,
-        }
+        yield self._checkpoint(
+            event,
+            SNAPSHOT,
+            step=event.trainer_version,
+            cut_time=self._cuts.pop(event.checkpoint, None),
+            path=event.name,
+            seconds=event.seconds,
+            floor=event.floor,
+            bytes=event.bytes,
+            rows=event.rows,
+            rows_missing=event.rows_missing,
+            clears_deferred=event.clears_deferred,
+        )
         for step in [s for s in self._trained if s < event.floor]:  # no restore can return these groups
             for group in self._trained.pop(step):
                 self._groups.pop(group, None)
 
     def _on_RestoreStarted(self, event: ev.RestoreStarted) -> Iterator[dict[str, Any]]:  # noqa: N802
-        yield {"event": RESTORE, "path": event.name, "from_step": event.from_version, "to_step": event.to_version}
+        yield {
+            "event": RESTORE,
+            "path": event.name,
+            "checkpoint": event.checkpoint,
+            "from_step": event.from_version,
+            "to_step": event.to_version,
+        }
 
     def _on_TrainerRolledBack(self, event: ev.TrainerRolledBack) -> Iterator[dict[str, Any]]:  # noqa: N802
         for group in event.groups:  # they come back complete
@@ -309,11 +328,28 @@ class TraceProjection:
         self._trained = {step: groups for step, groups in self._trained.items() if step < event.to_version}
         self._claimed = []
         self._cuts = {}
-        yield {"event": "trainer_rolled_back", "from_step": event.from_version, "to_step": event.to_version}
+        yield {
+            "event": "trainer_rolled_back",
+            "from_step": event.from_version,
+            "to_step": event.to_version,
+            "branch": event.branch,
+            "group_ids": list(event.groups),
+        }
 
     def _on_RestoreCompleted(self, event: ev.RestoreCompleted) -> Iterator[dict[str, Any]]:  # noqa: N802
         self._cuts = {}
-        yield {"event": "restore_completed", "seconds": event.seconds, "counters": event.counters}
+        yield {
+            "event": "restore_completed",
+            "seconds": event.seconds,
+            "counters": event.counters,
+            "timings": event.timings,
+        }
+
+    def _on_WorkerStarted(self, event: ev.WorkerStarted) -> Iterator[dict[str, Any]]:  # noqa: N802
+        yield {"event": "worker_started", "worker": event.worker, "journal": event.journal, "host": event.host}
+
+    def _on_WorkerStopped(self, event: ev.WorkerStopped) -> Iterator[dict[str, Any]]:  # noqa: N802
+        yield {"event": "worker_stopped", "worker": event.worker, "reason": event.reason, "generated": event.generated}
 
 
 def projection_at(reader: JournalReader[ev.Event], offset: int) -> TraceProjection:
