@@ -32,6 +32,11 @@ unlost sql runs/a rollout_trace.jsonl.gz "SELECT run, class, sum(seconds) FROM l
   as the payload journal's storage keeps up, and never more than `generation.max_new_tokens` leaves room for. When a
   controller died is not known better: after its last durable event nothing of it is in the journal until the next
   start, so the upper bound of seconds grows with the time that nobody restarted the run.
+* Where no payload journal tells (`data_plane.payloads: none`, a journal of which nothing was left, a group that was
+  given up, an attempt that has not ended), the room that is left of a response is the only bound of its tokens.
+* Of a journal whose beginning was pruned the figures are of what is kept, and of what lived when the kept part begins:
+  its first state image tells of the groups alive with their running and sealed attempts (these without seconds). They
+  are in `raw.<event>` with offsets below 0, not in `events`. What workers had counted before can't be compared.
 * Seconds that an attempt took over with a reused prefix go with its tokens: if they are thrown away later, they count
   there.
 * A trace has no tokens unless it was written by unlost; then they are `NULL`, not 0.

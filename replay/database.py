@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib import resources
@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from ..journal.errors import EXIT_USAGE, JournalDamaged, JournalMissing, UnlostError
 from . import parts as loading
-from .bounds import INTERVAL_KEY, RESPONSE_KEY, Unheard, unheard
+from .bounds import KEYS, Unheard, configured, unheard
 from .columns import EVENT_TABLES, table_columns
 from .database_cache import CACHE_FROM_EVENTS, cache_file, keep
 from .fold import EVENTS_FOLDER, open_events
 from .pairing import MERGED, merged_views, pair_attempts
 from .parts import Part, PartResult, load_part, segment_frames
+from .pruned import Opening, load_image
 
 if TYPE_CHECKING:
     import duckdb
@@ -309,7 +310,11 @@ def _load(
     parts_folder.mkdir()
     notes: list[str] = []
     parts: list[tuple[Source, Part]] = []
+    begun: dict[str, list[Opening]] = {}
     for number, source in enumerate(sources):
+        if source.kind == "run" and source.start:
+            begun[source.run], more = load_image(source.path, parts_folder, f"{number}-begin")
+            notes += more
         if source.kind == "trace":
             from .trace_events import load_trace
 
@@ -341,7 +346,7 @@ def _load(
     connection.execute("CREATE TABLE unread (run run_name, first_offset BIGINT, last_offset BIGINT, problem VARCHAR)")
     for row in unread:
         connection.execute("INSERT INTO unread VALUES (?, ?, ?, ?)", list(row))
-    _create_views(connection, sources)
+    _create_views(connection, sources, begun)
     shutil.rmtree(parts_folder)
     return notes
 
@@ -394,13 +399,16 @@ def _create_raw(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]
     pair_attempts(connection, runs, files)
 
 
-def _create_views(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
+def _create_views(
+    connection: duckdb.DuckDBPyConnection, sources: Sequence[Source], begun: Mapping[str, Sequence[Opening]]
+) -> None:
     connection.execute("CREATE TABLE sources (run run_name, path VARCHAR, kind VARCHAR)")
     connection.execute("CREATE TABLE bounds (run run_name, chunks BIGINT, response BIGINT)")
     for source in sources:
         connection.execute("INSERT INTO sources VALUES (?, ?, ?)", [source.run, source.path, source.kind])
         connection.execute("INSERT INTO bounds VALUES (?, ?, ?)", [source.run, *_unheard(connection, source)])
     connection.execute(f"CREATE MACRO life_of(r, o) AS {_life_expression(connection)}")
+    connection.execute(f"CREATE MACRO incarnation_before(r, o) AS {_before_expression(begun)}")
     sections = dict(view_sections())
     connection.execute(sections.pop("attempt_rows"))
     for sql in merged_views():
@@ -431,6 +439,17 @@ def _life_expression(connection: duckdb.DuckDBPyConnection) -> str:
     return f"CASE r {' '.join(cases)} END" if cases else "NULL::BIGINT"
 
 
+def _before_expression(begun: Mapping[str, Sequence[Opening]]) -> str:
+    """The incarnation of an event ``o`` below 0: one that a state image tells of."""
+    cases = [
+        f"WHEN r = {_quoted(run)} AND o < 0 AND o >= {opening.first_offset} AND {opening.incarnation} > 0 "
+        f"THEN {opening.incarnation}"
+        for run, openings in begun.items()
+        for opening in reversed(openings)
+    ]
+    return f"CASE {' '.join(cases)} END" if cases else "NULL::BIGINT"
+
+
 def _events_sql() -> str:
     """Every event with its fields as JSON, made when asked for."""
     selects = []
@@ -440,7 +459,7 @@ def _events_sql() -> str:
         body = ", ".join(f"{name} := {name}" for name in (f'"{c.name}"' for c in table.columns[2:])) or "t := t"
         selects.append(
             f"SELECT run, event_offset, t / 1e6 AS t_s, '{table.event.__name__}' AS event, {', '.join(keys)}, "
-            f"to_json(struct_pack({body})) AS fields FROM raw.{table.name}"
+            f"to_json(struct_pack({body})) AS fields FROM raw.{table.name} WHERE event_offset >= 0"
         )
     return " UNION ALL ".join(selects)
 
@@ -457,15 +476,7 @@ def _unheard(connection: duckdb.DuckDBPyConnection, source: Source) -> Unheard:
     import msgspec
 
     started = connection.execute("SELECT DISTINCT settings FROM raw.run_started WHERE run = ?", [source.run]).fetchall()
-    recorded = unheard(msgspec.json.decode(row[0]) for row in started)
-    config = Path(source.path) / "config.yaml"
-    if None not in recorded or source.kind != "run" or not config.is_file():
-        return recorded
-    import yaml
-
-    keys: dict[str, Any] = {}
-    with contextlib.suppress(OSError, yaml.YAMLError, AttributeError):
-        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
-        keys = {key: (tree.get(key.split(".")[0]) or {}).get(key.split(".")[1]) for key in (INTERVAL_KEY, RESPONSE_KEY)}
-    configured = unheard([keys])
-    return Unheard(*(mine if mine is not None else other for mine, other in zip(recorded, configured, strict=True)))
+    recorded = [msgspec.json.decode(row[0]) for row in started] or [{}]
+    lacking = any(key not in each for each in recorded for key in KEYS)
+    more = configured(Path(source.path)) if lacking and source.kind == "run" else {}
+    return unheard(more | each for each in recorded)

@@ -266,7 +266,7 @@ def summary(data: dict[str, Any]) -> list[str]:
     ]
     if data["twice"]:
         said.append(f"{len(data['twice'])} prompt(s) were trained twice in an epoch: promise P1 is broken.")
-    said += _unread(data)
+    said += _pruned(about) + _unread(data)
     if not about.get("events"):
         return said if data["unread"] else [*said, "There are no events to report on."]
     openings, kills = about["incarnations"] or 0, about["kills"] or 0
@@ -295,9 +295,22 @@ def summary(data: dict[str, Any]) -> list[str]:
     )
     said += _costs(data)
     if data["reconcile"] and all(row["ok"] for row in data["reconcile"]):
-        of = "In what could be read, everything" if data["unread"] else "Everything"
+        of = "In what is kept, everything" if about.get("first_offset") else "Everything"
+        of = "In what could be read, everything" if data["unread"] else of
         said.append(f"{of} adds up: attempts, tokens and seconds.")
     return said
+
+
+def _pruned(about: dict[str, Any]) -> list[str]:
+    """What the figures are of, in a journal whose beginning is gone."""
+    if not about.get("first_offset"):
+        return []
+    first = about["first_offset"]
+    if about["source"] == "segment":
+        return [f"This segment begins at event {first:,}: the figures are of what is in it."]
+    return [
+        f"The events before {first:,} were pruned: the figures are of the others and of what was alive before them."
+    ]
 
 
 def _unread(data: dict[str, Any]) -> list[str]:

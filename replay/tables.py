@@ -20,7 +20,8 @@ runs: One row per source.
   started_s: first event
   last_event_s: last event
   started_wall_s: Unix time of the first opening
-  events: events in the journal
+  first_offset: first event; more than 0 if what was before was pruned
+  events: events from there on
   groups: prompts handed out; a requeued prompt counts again
   groups_trained: groups whose training stands
   prompts: different prompts, epoch by epoch
@@ -36,7 +37,7 @@ incarnations: One row per opening of a run for writing. A killed one died betwee
   run_id: the run's own id
   host: machine of the controller
   pid: process of the controller
-  first_offset: its first event
+  first_offset: its first event; below 0 if that was pruned
   last_offset: its last event
   next_offset: first event of the next opening, NULL for the last
   started_s: RunStarted
@@ -55,7 +56,7 @@ groups: One row per group (a prompt and its siblings), from reservation to train
   prompt_index: row in the dataset's order
   task: task of the prompt
   kind: ordinary, spare, pool, or requeued
-  admission_id: batch that it was reserved in
+  admission_id: batch that it was reserved in; NULL if that was pruned
   generations: siblings
   status: pool, reserved, unfinished, complete, committed, claimed, trained, discarded or evicted
   reason: why it was discarded or evicted
@@ -108,7 +109,7 @@ attempts: One row per attempt at a sibling. Tokens include the reused prefix unl
   new_tokens: of these, made by this attempt
   kept_tokens: of these, sealed, continued by the next attempt, or durable and waiting for it
   thrown_tokens: of these, thrown away when it ended
-  hidden_max: tokens beyond these that it had made and no event tells of, at most; NULL if the settings are not known
+  hidden_max: tokens beyond these that it had made and no event tells of, at most: of a cut-off one, and of one without an end all that is left of a response; NULL if the settings are not known
   fate: what became of the kept ones: trained, buffered, partial (sealed, siblings are not), continued, prefix (durable, waiting), in_flight, discarded, evicted
   next_prefix: tokens that the next attempt reused
   reward: of a sealed one
@@ -241,7 +242,7 @@ workers: One row per rollout worker, with its own token count beside what events
   busy_s: seconds of its attempts, added up
   first_s: first dispatch
   last_s: last end
-  hidden_max: tokens of its cut-off and open attempts that no event tells of, at most; NULL if the settings are not known
+  hidden_max: tokens of its cut-off and open attempts (those whose dispatch is in the journal) that no event tells of, at most; NULL if there are none or the settings are not known
   counted_tokens: its own count, last told with a step, a stop or the run's end
 
 spans: Which weights made which tokens of a sealed attempt.
@@ -266,7 +267,7 @@ batch_age: One row per applied step: weight updates between generating a token a
   age_max: oldest
   weights: different weights in the batch
 
-throughput: One row per bin of time in which an attempt ended. The bin's width is a power of ten, at most 1000 bins a run.
+throughput: One row per bin of time in which an attempt ended or a step was applied. The bin's width is a power of ten, at most 1000 bins a run.
   bin_s: start
   width_s: width
   sealed_tokens: new tokens of attempts sealed in it
@@ -303,9 +304,9 @@ reconcile: One row per run and sum that must come out. The report leads with any
   expected: one side
   found: the other side
   residue: what is left over; 0 if all is well
-  unknown_min: lower bound of what a kill hid, where that enters
-  unknown_max: upper bound
-  ok: whether the residue is 0, or explained by a kill
+  unknown_min: lower bound of what a kill hid or attempts without an end hold, where that enters
+  unknown_max: upper bound; NULL if the settings are not known
+  ok: whether the residue is 0: what nobody could tell of is not counted as one
 
 sources: What was loaded.
   path: path
@@ -322,7 +323,17 @@ notes: What could not be read, and was left out.
 """
 
 INTERNAL: Final = frozenset(
-    {"attempt_rows", "bounds", "carried", "deaths", "event_index", "single_sealed", "seconds_by_attempt"}
+    {
+        "attempt_rows",
+        "bounds",
+        "carried",
+        "deaths",
+        "event_index",
+        "reach",
+        "single_sealed",
+        "seconds_by_attempt",
+        "worker_ends",
+    }
 )
 """Parts that the views are made of; they may change with any release."""
 

@@ -44,6 +44,11 @@ WHERE attempt_rows.run = g.run AND attempt_rows.group_id = g.group_id AND attemp
 DROP TABLE next_try;
 DROP TABLE reused_from;
 
+-- @reach: from which event to which a run is here
+CREATE TABLE reach AS
+SELECT run, min(event_offset) FILTER (event_offset >= 0) AS first_offset, max(event_offset) AS last_offset
+FROM event_index GROUP BY run;
+
 -- @incarnations
 CREATE TABLE incarnations AS
 WITH started AS (
@@ -51,8 +56,6 @@ WITH started AS (
            lead(event_offset) OVER w AS next_offset, lead(t) OVER w AS next_t,
            row_number() OVER w AS life
     FROM raw.run_started WINDOW w AS (PARTITION BY run ORDER BY event_offset)
-), reach AS (
-    SELECT run, max(event_offset) AS last_offset FROM event_index GROUP BY run
 ), bounded AS (
     SELECT s.*, coalesce(s.next_offset - 1, r.last_offset) AS last_offset FROM started s JOIN reach r USING (run)
 ), last_events AS (
@@ -122,7 +125,7 @@ WITH claims AS (
 SELECT a.run, a.step, coalesce(a.branch, 0) AS branch, a.trainer_version, a.event_offset AS applied_offset,
        min(c.t) / 1e6 AS claimed_s, a.t / 1e6 AS applied_s, a.seconds AS train_seconds, a.loss, a.reward_mean,
        a.tokens, a.metrics, a.back_offset AS rolled_back_offset, a.back_offset IS NOT NULL AS rolled_back
-FROM applied a
+FROM (FROM applied WHERE event_offset >= 0) a
 LEFT JOIN claims c ON c.run = a.run AND c.step = a.step AND c.event_offset < a.event_offset
     AND (c.back_offset IS NULL OR c.back_offset > a.event_offset)
 GROUP BY ALL;
@@ -206,12 +209,13 @@ WITH RECURSIVE gone AS (
     SELECT run, group_id, max(event_offset) AS event_offset, arg_max(t, event_offset) AS t
     FROM raw.group_committed GROUP BY ALL
 )
-SELECT s.run, s.group_id, s.sample_id, s.epoch, s.prompt_index, s.task, s.kind, s.admission_id, nullif(s.generations, -1) AS generations,
+SELECT s.run, s.group_id, s.sample_id, s.epoch, s.prompt_index, s.task, s.kind,
+       CASE WHEN s.admission_id >= 0 THEN s.admission_id END AS admission_id, nullif(s.generations, -1) AS generations,
        CASE
            WHEN t.times_trained > 0 THEN 'trained'
            WHEN g.how IS NOT NULL THEN g.how
            WHEN t.claimed THEN 'claimed'
-           WHEN c.event_offset > coalesce(u.event_offset, -1) THEN 'committed'
+           WHEN u.event_offset IS NULL AND c.event_offset IS NOT NULL OR c.event_offset > u.event_offset THEN 'committed'
            WHEN coalesce(d.sealed, 0) = s.generations THEN 'complete'
            WHEN a.t IS NOT NULL THEN 'unfinished'
            WHEN s.kind IN ('spare', 'requeued') AND p.group_id IS NULL THEN 'pool'
@@ -237,6 +241,17 @@ LEFT JOIN undone u USING (run, group_id)
 LEFT JOIN tried d USING (run, group_id)
 LEFT JOIN committed c USING (run, group_id);
 
+-- @worker_ends: what shows how much of a worker was heard after its end; workers that neither is known of are left out
+CREATE TABLE worker_ends AS
+WITH read_back AS (  -- its payload journal was read back, and not empty
+    SELECT DISTINCT run, worker FROM attempt_rows
+    WHERE adopted <> 0 OR (abandoned_offset IS NOT NULL AND reason IN ('restart', 'worker_lost') AND durable > prefix)
+), died AS (
+    SELECT run, worker, min(event_offset) AS died_offset FROM raw.worker_stopped WHERE reason = 'worker_lost' GROUP BY ALL
+)
+SELECT coalesce(r.run, d.run) AS run, coalesce(r.worker, d.worker) AS worker, r.worker IS NOT NULL AS read_back, d.died_offset
+FROM read_back r FULL JOIN died d ON d.run = r.run AND d.worker = r.worker;
+
 -- @attempts
 CREATE VIEW attempts AS
 SELECT *, ended_s - dispatched_s AS seconds FROM (
@@ -245,7 +260,8 @@ WITH placed AS (
            j.sealed_event_offset AS sealed_offset,
            -- the next attempt's prefix may be an earlier attempt's: then only what both had reused goes on from here
            CASE WHEN j.next_prefix_from IN (-1, j.attempt) THEN j.next_prefix END AS from_here,
-           i.incarnation, i.next_offset, i.status AS life, i.died_min_s, i.died_max_s, i.last_event_s,
+           coalesce(i.incarnation, incarnation_before(j.run, j.dispatched_event_offset)) AS incarnation,
+           i.next_offset, i.status AS life, i.died_min_s, i.died_max_s, i.last_event_s,
            coalesce(j.sealed_event_offset, j.failed_offset, j.abandoned_offset) AS ended_offset,
            coalesce(j.sealed_t, j.failed_t, j.abandoned_t) AS ended_t
     FROM attempt_rows j LEFT JOIN incarnations i ON i.run = j.run AND i.life = life_of(j.run, j.dispatched_event_offset)
@@ -267,9 +283,14 @@ WITH placed AS (
                 WHEN coalesce(sealed_offset, failed_offset, abandoned_offset) IS NULL THEN held
                 WHEN sealed_offset IS NULL AND abandoned_offset IS NOT NULL THEN least(durable, held)
                 ELSE 0 END AS kept,
-           coalesce(sealed_offset, failed_offset) IS NULL
-               AND (abandoned_offset IS NULL OR reason IN ('restart', 'worker_lost')) AS unheard
-    FROM judged
+           -- its worker told how it ended: not if that was dead by then
+           sealed_offset IS NOT NULL OR failed_offset IS NOT NULL
+               OR (abandoned_offset IS NOT NULL AND NOT outlived AND reason NOT IN ('restart', 'worker_lost')
+                   AND coalesce(died_offset > abandoned_offset, TRUE)) AS heard,
+           -- its durable tokens were looked up, in a payload journal that was there. Nobody looks for those of a group
+           -- that is given up; and where a worker's journal has nothing of all that ran on it, it may be lost
+           abandoned_offset IS NOT NULL AND reason IN ('restart', 'worker_lost') AND coalesce(read_back, FALSE) AS looked_up
+    FROM judged LEFT JOIN worker_ends USING (run, worker)
 )
 SELECT j.run, j.group_id, j.sibling, j.attempt, j.incarnation, j.worker, j.branch, j.version, j.prefix,
        j.dispatched_offset, j.dispatched_t / 1e6 AS dispatched_s, j.ended_offset,
@@ -292,8 +313,9 @@ SELECT j.run, j.group_id, j.sibling, j.attempt, j.incarnation, j.worker, j.branc
        kept AS kept_tokens,
        held - kept AS thrown_tokens,
        -- one chunk being gathered and one being written, and never more than a response may have (bounds.py)
-       CASE WHEN NOT unheard THEN 0
-            WHEN b.response IS NULL THEN b.chunks
+       CASE WHEN heard THEN 0
+            WHEN b.response IS NULL THEN CASE WHEN looked_up THEN b.chunks END
+            WHEN NOT looked_up OR b.chunks IS NULL THEN greatest(b.response - held, 0)
             ELSE least(b.chunks, greatest(b.response - held, 0)) END AS hidden_max,
        CASE WHEN sealed_offset IS NOT NULL AND abandoned_offset IS NULL
                  THEN CASE WHEN g.status IN ('claimed', 'committed', 'complete') THEN 'buffered'
@@ -388,13 +410,19 @@ WITH trained AS (
     SELECT r.run, r.incarnation, s.group_id
     FROM restores r JOIN step_groups s ON s.run = r.run AND s.applied_offset < r.completed_offset
         AND (s.rolled_back_offset IS NULL OR s.rolled_back_offset > r.completed_offset)
+), taken AS (  -- spares and requeued prompts wait in the pool until one of these takes them out
+    SELECT run, group_id, min(event_offset) AS event_offset
+    FROM (SELECT run, value AS group_id, event_offset FROM raw.batch_reserved_pool_groups
+          UNION ALL SELECT run, spare, event_offset FROM raw.prompt_replaced)
+    GROUP BY ALL
 ), alive AS (
     SELECT r.run, r.incarnation, r.completed_offset, g.group_id, g.generations
     FROM restores r
     JOIN groups g ON g.run = r.run AND g.reserved_offset < r.completed_offset
         AND (g.gone_offset IS NULL OR g.gone_offset > r.completed_offset)
-        AND NOT (g.kind IN ('spare', 'requeued') AND coalesce(g.admitted_s > r.completed_s, TRUE))
+    LEFT JOIN taken x ON x.run = g.run AND x.group_id = g.group_id
     ANTI JOIN trained t ON t.run = r.run AND t.incarnation = r.incarnation AND t.group_id = g.group_id
+    WHERE g.kind NOT IN ('spare', 'requeued') OR x.event_offset < r.completed_offset
 ), sealed AS (
     SELECT l.run, l.incarnation, l.group_id, count(*) AS siblings
     FROM alive l JOIN attempt_rows a ON a.run = l.run AND a.group_id = l.group_id
@@ -436,9 +464,7 @@ WITH gone AS (
     WHERE a.thrown_tokens > 0 OR a.thrown_tokens IS NULL OR a.outcome IN ('failed', 'abandoned')
        OR a.lost_offset IS NOT NULL OR gone.class IS NOT NULL
 ), own AS (
-    SELECT *, invested_s * thrown_share AS thrown_s,
-           outcome = 'abandoned' AND reason IN ('restart', 'worker_lost') AS unheard
-    FROM wasted WHERE outcome IN ('failed', 'abandoned') OR lost_offset IS NOT NULL
+    SELECT *, invested_s * thrown_share AS thrown_s FROM wasted WHERE outcome IN ('failed', 'abandoned') OR lost_offset IS NOT NULL
 )
 SELECT run,
        CASE WHEN lost_reason = 'payload_lost' THEN 'sealed_not_durable'
@@ -452,7 +478,7 @@ SELECT run,
        coalesce(lost_offset, ended_offset) AS event_offset, ended_s AS at_s,
        thrown_s AS seconds,
        -- what a kill hid: when it died, and how much of the time since the last durable token was the lost tail's
-       CASE WHEN NOT unheard THEN thrown_s
+       CASE WHEN outcome <> 'abandoned' THEN thrown_s
             WHEN coalesce(kept_tokens, 0) = 0 THEN thrown_s + coalesce(ended_max_s - ended_s, 0)
             WHEN hidden_max IS NULL THEN thrown_s + (ended_max_s - dispatched_s)
             ELSE thrown_s + coalesce(ended_max_s - ended_s, 0) + coalesce((ended_s - dispatched_s) * hidden_max
@@ -467,8 +493,10 @@ SELECT run,
 FROM own
 UNION ALL
 SELECT run, gone_class, 'generation', group_id, sibling, attempt, incarnation, worker, gone_offset, gone_s,
-       invested_s * (1 - thrown_share), invested_s * (1 - thrown_share), 0, 0, kept_tokens, kept_tokens, NULL
-FROM wasted WHERE fate IN ('discarded', 'evicted') AND (outcome = 'sealed' OR kept_tokens > 0 OR outcome = 'open')
+       invested_s * (1 - thrown_share), invested_s * (1 - thrown_share), 0, 0, kept_tokens,
+       kept_tokens + CASE WHEN outcome = 'open' THEN hidden_max ELSE 0 END, NULL
+FROM wasted WHERE fate IN ('discarded', 'evicted')
+    AND ((outcome = 'sealed' AND lost_offset IS NULL) OR kept_tokens > 0 OR outcome = 'open')
 UNION ALL
 SELECT run, 'rolled_back_training', 'trainer', NULL, NULL, NULL, NULL, NULL, rolled_back_offset, applied_s,
        train_seconds, train_seconds, 0, 0, 0, 0, 'step ' || step
@@ -506,7 +534,8 @@ WITH counts AS (
 SELECT coalesce(w.run, work.run) AS run, coalesce(w.worker, work.worker) AS worker, i.incarnation, w.journal, w.host,
        w.t / 1e6 AS started_s, st.t / 1e6 AS stopped_s, st.stopped,
        coalesce(st.generated >= 0, FALSE) OR ends.worker IS NOT NULL AS heard_last,
-       work.* EXCLUDE (run, worker), counted.counted_tokens
+       work.* EXCLUDE (run, worker, hidden_max),
+       CASE WHEN work.worker IS NULL AND heard_last THEN 0 ELSE work.hidden_max END AS hidden_max, counted.counted_tokens
 FROM raw.worker_started w
 FULL JOIN work ON work.run = w.run AND work.worker = w.worker
 LEFT JOIN stops st ON st.run = w.run AND st.worker = w.worker
@@ -560,18 +589,20 @@ WITH width AS (
     SELECT run, greatest(1, 10 ** floor(log10(greatest(max(last_event_s) - min(started_s), 1) / 100))) AS width_s
     FROM incarnations GROUP BY run
 ), bins AS (
-    SELECT a.run, floor(a.ended_s / w.width_s) * w.width_s AS bin_s, w.width_s,
+    SELECT a.run, floor(a.ended_s / w.width_s) * w.width_s AS bin_s,
            sum(a.new_tokens) FILTER (a.outcome = 'sealed') AS sealed_tokens,
            count(*) FILTER (a.outcome = 'sealed') AS sealed, count(*) FILTER (a.outcome = 'failed') AS failed,
            count(*) FILTER (a.outcome = 'abandoned') AS abandoned
-    FROM attempts a JOIN width w USING (run) WHERE a.outcome <> 'open' GROUP BY ALL
+    FROM attempts a JOIN width w USING (run) WHERE a.outcome <> 'open' AND a.ended_offset >= 0 GROUP BY ALL
 ), trained AS (
     SELECT s.run, floor(s.applied_s / w.width_s) * w.width_s AS bin_s, count(*) AS steps, sum(s.tokens) AS trained_tokens
     FROM steps s JOIN width w USING (run) GROUP BY ALL
 )
-SELECT b.*, coalesce(t.steps, 0) AS steps, coalesce(t.trained_tokens, 0) AS trained_tokens,
-       b.sealed_tokens / b.width_s AS sealed_tokens_per_s
-FROM bins b LEFT JOIN trained t USING (run, bin_s);
+SELECT run, bin_s, w.width_s, coalesce(b.sealed_tokens, 0) AS sealed_tokens, coalesce(b.sealed, 0) AS sealed,
+       coalesce(b.failed, 0) AS failed, coalesce(b.abandoned, 0) AS abandoned,
+       coalesce(t.steps, 0) AS steps, coalesce(t.trained_tokens, 0) AS trained_tokens,
+       coalesce(b.sealed_tokens, 0) / w.width_s AS sealed_tokens_per_s
+FROM bins b FULL JOIN trained t USING (run, bin_s) JOIN width w USING (run);
 
 -- @trace_lines
 CREATE VIEW trace_lines AS
@@ -585,7 +616,7 @@ CREATE VIEW runs AS
 WITH lives AS (
     SELECT run, any_value(run_id) AS run_id, count(*) AS incarnations, count(*) FILTER (status = 'killed') AS kills,
            arg_max(status, incarnation) AS status, arg_max(ended, incarnation) AS ended, min(started_s) AS started_s,
-           max(last_event_s) AS last_event_s, min(started_wall_s) AS started_wall_s, max(last_offset) + 1 AS events
+           max(last_event_s) AS last_event_s, min(started_wall_s) AS started_wall_s
     FROM incarnations GROUP BY run
 ), g AS (
     SELECT run, count(*) AS groups, count(*) FILTER (status = 'trained') AS groups_trained,
@@ -597,9 +628,10 @@ WITH lives AS (
     SELECT run, count(*) FILTER (NOT rolled_back) AS steps, count(*) FILTER (rolled_back) AS steps_rolled_back
     FROM steps GROUP BY run
 )
-SELECT sources.run, sources.path, sources.kind AS source, lives.* EXCLUDE (run), g.* EXCLUDE (run), a.* EXCLUDE (run),
+SELECT sources.run, sources.path, sources.kind AS source, lives.* EXCLUDE (run),
+       reach.first_offset, coalesce(reach.last_offset + 1 - reach.first_offset, 0) AS events, g.* EXCLUDE (run), a.* EXCLUDE (run),
        s.* EXCLUDE (run)
-FROM sources LEFT JOIN lives USING (run) LEFT JOIN g USING (run) LEFT JOIN a USING (run) LEFT JOIN s USING (run);
+FROM sources LEFT JOIN lives USING (run) LEFT JOIN reach USING (run) LEFT JOIN g USING (run) LEFT JOIN a USING (run) LEFT JOIN s USING (run);
 
 -- @reconcile
 CREATE VIEW reconcile AS
@@ -616,19 +648,36 @@ WITH a AS (
            sum(ended_s - dispatched_s) AS seconds,
            sum(ended_s - dispatched_s) FILTER (outcome = 'open') AS open_seconds
     FROM attempts GROUP BY run
+), ends AS (
+    SELECT e.run FROM (
+        SELECT run, group_id, sibling, attempt FROM raw.attempt_failed
+        UNION ALL SELECT run, group_id, sibling, attempt FROM raw.attempt_abandoned
+        UNION ALL SELECT run, group_id, sibling, attempt FROM single_sealed
+    ) e ANTI JOIN attempt_rows USING (run, group_id, sibling, attempt)
 ), r AS (
     SELECT run, (SELECT count(*) FROM raw.attempt_dispatched d WHERE d.run = runs.run) AS dispatched,
            (SELECT count(*) FROM raw.attempt_sealed d WHERE d.run = runs.run) AS sealed,
            (SELECT count(*) FROM raw.attempt_failed d WHERE d.run = runs.run) AS failed,
            (SELECT count(*) FROM raw.attempt_abandoned d WHERE d.run = runs.run) AS abandoned,
-           (SELECT count(*) FROM attempts d WHERE d.run = runs.run AND d.lost_offset IS NOT NULL) AS lost
+           (SELECT count(*) FROM attempts d WHERE d.run = runs.run AND d.lost_offset IS NOT NULL) AS lost,
+           -- where not all of a run is here, what began in the part that is not
+           CASE WHEN runs.source = 'segment' OR runs.first_offset > 0 OR EXISTS (FROM unread u WHERE u.run = runs.run)
+                THEN (SELECT count(*) FROM ends d WHERE d.run = runs.run) ELSE 0 END AS begun_before
     FROM runs
 ), w AS (
-    SELECT run, sum(counted_tokens) AS counted, sum(new_tokens) AS attributed, count(counted_tokens) AS counting,
-           sum(counted_tokens - coalesce(new_tokens, 0)) FILTER (heard_last) AS told_residue,
-           sum(greatest(counted_tokens - coalesce(new_tokens, 0), 0)) FILTER (NOT heard_last) AS unknown_min,
-           sum(hidden_max) AS unknown_max
-    FROM workers GROUP BY run
+    SELECT run, count(counted) AS counting,
+           sum(attributed - counted) FILTER (heard_last AND counted < attributed) AS missing,
+           sum(greatest(counted - attributed - hidden_max, 0)) FILTER (heard_last) AS told_beyond,
+           sum(greatest(counted - attributed - hidden_max, 0)) FILTER (NOT heard_last) AS beyond,
+           sum(greatest(counted - attributed, 0)) FILTER (heard_last) AS told_min,
+           CASE WHEN bool_or(hidden_max IS NULL AND heard_last) THEN NULL
+                ELSE coalesce(sum(hidden_max) FILTER (heard_last), 0) END AS told_max,
+           sum(greatest(counted - attributed, 0)) FILTER (NOT heard_last) AS unknown_min,
+           CASE WHEN bool_or(hidden_max IS NULL AND attempts > 0) THEN NULL ELSE sum(hidden_max) END AS unknown_max
+    -- of a worker whose start is not in what was loaded, earlier attempts are not either: its count can't be compared
+    FROM (SELECT run, worker, heard_last, hidden_max, attempts, counted_tokens AS counted, coalesce(new_tokens, 0) AS attributed
+          FROM workers WHERE started_s IS NOT NULL)
+    GROUP BY run
 ), l AS (
     SELECT run, sum(tokens) AS tokens, sum(seconds) FILTER (resource = 'generation') AS seconds,
            sum(seconds_max) FILTER (resource = 'generation') AS seconds_max
@@ -646,7 +695,7 @@ WITH a AS (
     GROUP BY a.run
 )
 SELECT a.run, 'attempts' AS what, 'dispatched = sealed + failed + abandoned + open' AS rule,
-       r.dispatched::DOUBLE AS expected, (r.sealed + r.failed + r.abandoned - r.lost + a.open)::DOUBLE AS found,
+       r.dispatched::DOUBLE AS expected, (r.sealed + r.failed + r.abandoned - r.lost - r.begun_before + a.open)::DOUBLE AS found,
        expected - found AS residue, 0::DOUBLE AS unknown_min, 0::DOUBLE AS unknown_max, expected = found AS ok
 FROM a JOIN r USING (run)
 UNION ALL
@@ -661,13 +710,14 @@ SELECT a.run, 'token losses', 'lost tokens, listed singly = evicted + discarded 
        coalesce(l.tokens, 0) - found, 0, 0, coalesce(l.tokens, 0) = found
 FROM a LEFT JOIN l USING (run) WHERE a.untold = 0
 UNION ALL
-SELECT w.run, 'worker counts', 'tokens as workers told last = tokens in events, for workers that were heard to the end',
-       NULL, NULL, coalesce(w.told_residue, 0), 0, 0, coalesce(w.told_residue, 0) = 0
+SELECT w.run, 'worker counts',
+       'tokens as workers told last = tokens in events, and in what was still running, for workers heard to the end',
+       NULL, NULL, coalesce(w.told_beyond, 0) + coalesce(w.missing, 0) AS residue,
+       coalesce(w.told_min, 0), w.told_max, residue = 0
 FROM w WHERE w.counting > 0
 UNION ALL
 SELECT w.run, 'worker counts after a kill', 'tokens that workers had counted and no event tells of, within what a kill hides',
-       NULL, NULL, greatest(coalesce(w.unknown_min, 0) - coalesce(w.unknown_max, w.unknown_min, 0), 0),
-       coalesce(w.unknown_min, 0), w.unknown_max, coalesce(w.unknown_min, 0) <= coalesce(w.unknown_max, w.unknown_min, 0)
+       NULL, NULL, coalesce(w.beyond, 0), coalesce(w.unknown_min, 0), w.unknown_max, coalesce(w.beyond, 0) = 0
 FROM w WHERE w.counting > 0
 UNION ALL
 SELECT f.run, 'restore counters', 'what restores told = what the events before them show (groups and siblings)',

@@ -38,9 +38,10 @@ function kind(a) {
   return a.fate === "evicted" || a.fate === "discarded" ? "stale" : "buffered";
 }
 for (const a of attempts) a.kind = kind(a);
+const apart = (text) => "\u2068" + text + "\u2069"; // its writing direction ends with it
 function tell(a) {
   const end = a.outcome === "sealed" ? "sealed" + (a.adopted ? " (adopted by the restore)" : "") + (a.lost_reason ? ", then lost: " + a.lost_reason : "") + ", " + a.fate
-    : a.outcome === "open" ? "still open" : a.outcome + ": " + a.reason + (a.killed ? " (killed)" : "");
+    : a.outcome === "open" ? "still open" : a.outcome + ": " + apart(a.reason) + (a.killed ? " (killed)" : "");
   const tokens = a.tokens == null ? "tokens unknown" : number(a.tokens) + " tokens" + (a.prefix ? ", " + number(a.prefix) + " of them reused" : "") +
     (a.thrown_tokens ? ", " + number(a.thrown_tokens) + " thrown away" : "");
   const until = a.killed && a.ended_max_s != null && a.ended_max_s > a.ended_s ? clock(a.ended_s) + " to " + clock(a.ended_max_s) : clock(a.ended_s);
@@ -294,7 +295,7 @@ function drawLife() {
     labels(u, stages.map(([name, t]) => [name, X(t)]), Y(siblings + .1), 1);
   }, (u, x, y) => { const a = mine.find((v) => v.sibling === Math.floor(y) && v.dispatched_s <= x && Math.max(v.ended_s, v.killed ? v.ended_max_s || 0 : 0) >= x); return a && {text: tell(a), attempt: a}; });
   keys($("life"), life, (by) => { life.at = clamp((life.at == null ? (by > 0 ? -1 : 1) : life.at) + by, 0, mine.length - 1); $("life-text").textContent = tell(mine[life.at]).replaceAll("\n", "; "); });
-  $("group-hint").textContent = `Group ${picked}, prompt ${g.sample_id || "?"}, epoch ${g.epoch == null ? "?" : g.epoch}: ${g.status || "?"}${g.reason ? " (" + g.reason + ")" : ""}${g.trained_step != null ? ", step " + g.trained_step : ""}. Hatched: cut off. Pale: may still have run.`;
+  $("group-hint").textContent = `Group ${picked}, prompt ${apart(g.sample_id || "?")}, epoch ${g.epoch == null ? "?" : g.epoch}: ${g.status || "?"}${g.reason ? " (" + apart(g.reason) + ")" : ""}${g.trained_step != null ? ", step " + g.trained_step : ""}. Hatched: cut off. Pale: may still have run.`;
   const head = ["sibling", "attempt", "worker", "from", "to", "seconds", "outcome", "reason", "kept as", "tokens", "reused", "thrown away"];
   const rows = mine.map((a) => [a.sibling, a.attempt, a.worker, clock(a.dispatched_s), clock(a.ended_s), number(a.ended_s - a.dispatched_s), a.outcome + (a.adopted ? ", adopted" : ""), a.lost_reason || a.reason || "", a.fate, number(a.tokens), number(a.prefix), number(a.thrown_tokens)]);
   const cell = (tag, v) => { const c = document.createElement(tag); c.textContent = v; return c; };
