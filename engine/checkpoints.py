@@ -88,6 +88,15 @@ async def remove_or_leave(folders: Folders, path: str) -> None:
         log.warning("%s stays behind: %s", path, error)
 
 
+async def names_or_none(folders: Folders, path: str) -> list[str]:
+    """Entries of a folder to be tidied up; where they can't be listed, none, and the next time it is tried again."""
+    try:
+        return await folders.names(path)
+    except OSError as error:
+        log.warning("%s can't be listed, what is in it stays: %s", path, error)
+        return []
+
+
 class CheckpointLimit(UnlostError):
     """Too many checkpoints failed in a row."""
 
@@ -338,8 +347,9 @@ class Checkpointer:
         """
         state = self.ledger.state
         keep = {name_of(c) for c in state.checkpoints} | {name_of(c) for c in state.started.values()}
-        names = [n for n in await self.folders.names(self.root) if n.startswith(("step_", "rollout_", TEMPORARY))]
-        left = [name for name in names if name.removeprefix(TEMPORARY) not in keep]
+        names = await names_or_none(self.folders, self.root)
+        ours = [name for name in names if name.startswith(("step_", "rollout_", TEMPORARY))]
+        left = [name for name in ours if name.removeprefix(TEMPORARY) not in keep]
         if left:
             await self.ledger.before_destructive(state.offset - 1)
         for name in left:

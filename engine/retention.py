@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..replay.state import SEALED, State
-from .checkpoints import Folders, remove_or_leave
+from .checkpoints import Folders, names_or_none, remove_or_leave
 from .protocols import WorkerLost
 from .workers import WorkerPool, payload_journal_name
 
@@ -42,7 +42,7 @@ async def prune_payloads(state: State, root: str, folders: Folders, workers: Wor
     kept = {worker.journal for worker in state.workers.values() if worker.alive} | set(sealed) | whole
     known = {worker.journal for worker in state.workers.values()}
     newest = payload_journal_name(state.incarnation, 0)[: -len("00000")]
-    for name in await folders.names(root):
+    for name in await names_or_none(folders, root):
         starting = name >= newest and name not in known  # a replacement that has not joined, or a successor's worker
         if name not in kept and not starting:
             await remove_or_leave(folders, f"{root}/{name}")

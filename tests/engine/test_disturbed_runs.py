@@ -147,6 +147,27 @@ def test_what_can_not_be_removed_stays_behind(name: str, times: int) -> None:
         assert published(place) == [5, 6]
 
 
+@pytest.mark.parametrize("times", [1, 3, 1000])
+@pytest.mark.parametrize("part", ["checkpoints", "payloads"])
+def test_what_can_not_be_listed_is_tidied_up_later(part: str, times: int) -> None:
+    """Retention can't read a folder for a while: the run does not end for it, and what has to go goes the next time."""
+    place = World(sim_config(grpo__max_steps=6, checkpointing__save_period=1))
+    place.live(kill_at_s=4.0)
+    folder = {"checkpoints": place.config.checkpoint_dir, "payloads": PAYLOADS}[part]
+    left = [times]
+
+    def hook(op: str, path: str) -> None:
+        if op == "list" and path == folder and left[0] > 0:
+            left[0] -= 1
+            raise OSError(errno.EIO, "scripted")
+
+    place.storage.hook = hook
+    ended(place.live(limit_s=600))
+    assert left[0] < times
+    if times < 1000:
+        assert published(place) == [5, 6]
+
+
 # --- the data plane is lost -----------------------------------------------------------------------------------------
 
 PHASES = ("trainer load", "data plane load", "payload tails", "rows")

@@ -313,7 +313,8 @@ def run_seed(seed: int, *, plain: bool = False) -> Report:
     keys = case.keys
     on_policy = keys["async_rl__sampler__name"] == "in_order" and keys["async_rl__sampler__max_lookahead_versions"] == 0
     warm = "async_rl__sampler__warmup_lookahead_versions" in keys
-    if on_policy and not warm and case.quiet:
+    dropped = sum(report.events[kind] for kind in ("GroupDiscarded", "StepShortened", "PromptReplaced"))
+    if on_policy and not warm and case.quiet and not dropped:
         again = draw(seed, plain=True)
         again.crashes, again.lose_replies = [], ()
         whole = run_case(again)
