@@ -687,6 +687,11 @@ WITH a AS (
     FROM attempts a LEFT JOIN carried c USING (run, group_id, sibling, attempt)
     WHERE a.outcome = 'sealed' AND a.lost_offset IS NULL AND a.fate IN ('trained', 'buffered', 'partial')
     GROUP BY a.run
+), inherited AS (  -- of siblings whose first attempts are not here: tokens of those that later ones went on from
+    SELECT run, sum(prefix) - coalesce(sum(kept_tokens) FILTER (next_prefix IS NOT NULL), 0) AS tokens
+    FROM (SELECT * FROM attempts WHERE attempt > 0) a
+    ANTI JOIN (SELECT * FROM attempt_rows WHERE attempt = 0) z USING (run, group_id, sibling)
+    GROUP BY run
 ), waiting AS (
     SELECT a.run, sum((coalesce(c.carried_s, 0) + a.ended_s - a.dispatched_s)
                * CASE WHEN a.outcome = 'open' THEN 1 ELSE coalesce(a.kept_tokens / nullif(a.tokens, 0), 0) END) AS seconds
@@ -700,10 +705,10 @@ SELECT a.run, 'attempts' AS what, 'dispatched = sealed + failed + abandoned + op
 FROM a JOIN r USING (run)
 UNION ALL
 SELECT a.run, 'token fates', 'tokens in events = trained + buffered + in flight + evicted + discarded + thrown away',
-       a.new_tokens, coalesce(a.trained, 0) + coalesce(a.buffered, 0) + coalesce(a.in_flight, 0) + coalesce(a.evicted, 0)
+       a.new_tokens + coalesce(i.tokens, 0), coalesce(a.trained, 0) + coalesce(a.buffered, 0) + coalesce(a.in_flight, 0) + coalesce(a.evicted, 0)
            + coalesce(a.discarded, 0) + coalesce(a.thrown, 0) AS found,
-       a.new_tokens - found, 0, 0, a.new_tokens = found
-FROM a WHERE a.untold = 0
+       a.new_tokens + coalesce(i.tokens, 0) - found, 0, 0, a.new_tokens + coalesce(i.tokens, 0) = found
+FROM a LEFT JOIN inherited i USING (run) WHERE a.untold = 0
 UNION ALL
 SELECT a.run, 'token losses', 'lost tokens, listed singly = evicted + discarded + thrown away',
        coalesce(l.tokens, 0), coalesce(a.evicted, 0) + coalesce(a.discarded, 0) + coalesce(a.thrown, 0) AS found,
