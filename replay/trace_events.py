@@ -57,10 +57,14 @@ class TraceEvents:
         if self._runs.is_new(run):
             out += self._match_waiting()
             out += self._runs.begin(run, f, started=name == RUN_STARTED)
-        t = self._runs.time(line.fields)
+        if _is_ours(name, line.fields):
+            self._runs.is_ours()
+        t = self._runs.time(f)
         if name != ABANDONED or "prompt_id" in f:  # such ones in a row are taken together
             out += self._match_waiting()
-        make = _HANDLERS.get(name) or (_OWN_HANDLERS.get(name) if self._runs.own else None)
+        make = _HANDLERS.get(name)
+        if make is None and self._runs.own and not line.fields.keys() <= _NAME_ALONE:
+            make = _OWN_HANDLERS.get(name)
         if make is None:
             return False, out
         try:
@@ -110,15 +114,17 @@ class TraceEvents:
             known = self._match.unsealed(where.prompt) is not None
             return [] if known else self._match.begin(t, where, generations, self._versions[1])[1]
         group = where.group
-        admission = f.integer("admission_id", least=0)
+        told = f.integer("admission_id", least=0) if "admission_id" in f else None
         index = prompt_index(where.prompt, group)
         prompt = ev.PromptRef(f.text("sample_id", where.prompt), f.integer("epoch", 0), index, 0, f.text("task"))
         kind = f.text("kind", ev.KIND_ORDINARY)
         if self._match.knows(group):
             self._count["again"] += 1
             return []
+        if told is None:  # an early release, which told nothing of admissions
+            return self._match.begin(t, where, generations, self._versions[1])[1]
         self._match.add(group)
-        admission = self._match.number("admission", self._runs.journal, admission)
+        admission = self._match.number("admission", self._runs.journal, told)
         return [ev.BatchReserved(t, admission, group, (prompt,), generations, prompt.epoch, 0, kind)]
 
     def _batch_reserved(self, t: int, f: Fields) -> Made:
@@ -345,6 +351,17 @@ class TraceEvents:
         return [ev.WorkerStopped(t, f.integer("worker", least=0), f.text("reason"), generated)]
 
 
+def _is_ours(name: str, fields: dict[str, Any]) -> bool:
+    """Whether only unlost writes such a line: an event's offset, and with it what nobody else has, or a group's number.
+
+    Some of others' lines may have an ``offset`` of another kind.
+    """
+    told = (
+        isinstance(fields.get("group_id"), int) or name in _OWN_HANDLERS or (name == RUN_STARTED and "clock" in fields)
+    )
+    return told and isinstance(fields.get("offset"), int)
+
+
 def _key(tried: Try) -> tuple[int, int, int]:
     return tried.group, tried.sibling, tried.attempt
 
@@ -358,6 +375,8 @@ _NAMES: Final = (
     "attempt_dispatched", "attempt_sealed", "attempt_failed", ABANDONED, "step_claimed", "step_applied",
     "weights_synced", "trainer_rolled_back", "snapshot_published", "restore_started", "restore_completed",
 )  # fmt: skip
+_NAME_ALONE: Final = {"t", "run", "event", "offset"}
+"""All that an early release told of some events."""
 _HANDLERS: Final = {name: getattr(TraceEvents, f"_{name}") for name in _NAMES}
 _OWN_HANDLERS: Final = {name: getattr(TraceEvents, f"_{name}") for name in _OWN_NAMES}
 """Of lines that only unlost writes so."""

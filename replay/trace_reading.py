@@ -63,8 +63,7 @@ class TraceFile:
             self.notes.append(f"{self.path}: the trace is empty")
 
 
-PACKED_BYTES_AT_ONCE: Final = 512
-"""Little, for what was fed with a damaged byte is lost as a whole."""
+PACKED_BYTES_AT_ONCE: Final = 2_000
 
 
 class _Unpacked:
@@ -90,7 +89,7 @@ class _Unpacked:
                         data = data.lstrip(b"\0")  # padding between streams
                         if not data:
                             break
-                    yield stream.decompress(data)
+                    yield from self._feed(stream, data)
                     begun, data = not stream.eof, stream.unused_data
                     if not begun:
                         stream = self._begin()
@@ -99,6 +98,17 @@ class _Unpacked:
             return
         if begun:
             self.problem = "end early; what follows is missing:"
+
+    def _feed(self, stream: Any, data: bytes) -> Iterator[bytes]:
+        """What comes of ``data``; of damaged ones, what comes before the damage, as far as the format allows."""
+        before = stream.copy() if self._gzip else None
+        try:
+            yield stream.decompress(data)
+        except zlib.error:
+            assert before is not None
+            for at in range(len(data)):
+                yield before.decompress(data[at : at + 1])
+            raise
 
 
 def _split(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -48,7 +48,7 @@ class Runs:
 
     @property
     def own(self) -> bool:
-        """Whether unlost wrote this run, going by what was told of it so far."""
+        """Whether unlost wrote this run, going by its lines so far."""
         return self.run in self._own
 
     def is_new(self, run: str) -> bool:
@@ -85,11 +85,13 @@ class Runs:
             self._count["stepped"] += 1
             self.shift = self._t - raw
 
-    def time(self, fields: dict[str, Any]) -> int:
+    def is_ours(self) -> None:
+        """Unlost wrote this run."""
+        self._own.add(self.run)
+
+    def time(self, f: Fields) -> int:
         """When the line was, in microseconds."""
-        if isinstance(fields.get("offset"), int):
-            self._own.add(self.run)
-        raw = Fields(fields).seconds("t")
+        raw = f.seconds("t")
         if raw is None:
             self._count["timeless"] += 1
         elif raw + self.shift < self._t:
