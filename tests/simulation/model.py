@@ -308,7 +308,11 @@ class Model:
         need(sibling.status == IDLE and e.attempt == sibling.attempt + 1, "attempts", f"it is {sibling}")
         need(e.worker in self.workers, "attempts", f"worker {e.worker} did not start")
         tail = self.tails.pop((e.group, e.sibling), None)
+        again = (
+            self.settings.resume and self.settings.granularity == "sibling"
+        )  # what was given up may be used after all
         unwanted = self.sees_disks and tail is None and e.prefix > 0
+        unwanted &= not (again and sibling.ended_by in REGENERATED_ON_PURPOSE)
         need(not unwanted, "P2", "goes on from tokens of an attempt that was to start again")
         if tail is not None and self.settings.full:
             reuse = self.settings.resume and (self.settings.granularity == "sibling" or tail.lost_worker)

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 FIXED = range(20)
 DISTURBED = (  # found to have each of the further disturbances at work
     40000011, 40000053, 40000096, 40000127, 40000325, 40000401, 40000405, 40000586, 40000614, 40000663, 40000676,
+    42000347, 42000544, 43000665,
 )  # fmt: skip
 FRESH = int(os.environ.get("UNLOST_SIMULATION_SEEDS", "500"))
 
@@ -75,7 +76,11 @@ def test_seeds_that_once_broke_a_promise_keep_it(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", DISTURBED)
 def test_disturbed_seeds_keep_every_promise(seed: int) -> None:
-    """Older steps and step 0 asked for, workers killed, publication and removal failed, checkpoints switched off."""
+    """Older steps and step 0 asked for, workers killed, publication and removal failed, checkpoints switched off.
+
+    Of the last three one stood still once, its groups held back by a backlog that was gone by then; one ended where a
+    folder could not be listed; and one goes on from what was given up under `prompt_group`, now that it is not set.
+    """
     assert [name for name in run(seed) if name.startswith("disturbed: ")]
 
 
