@@ -38,7 +38,8 @@ function kind(a) {
   return a.fate === "evicted" || a.fate === "discarded" ? "stale" : "buffered";
 }
 for (const a of attempts) a.kind = kind(a);
-const apart = (text) => "\u2068" + text + "\u2069"; // its writing direction ends with it
+// A writing direction that text sets ends with it.
+const apart = (text) => (/[\u202a-\u202e\u2066-\u2069]/.test(text) ? "\u2068" + text + "\u2069" : text);
 function tell(a) {
   const end = a.outcome === "sealed" ? "sealed" + (a.adopted ? " (adopted by the restore)" : "") + (a.lost_reason ? ", then lost: " + a.lost_reason : "") + ", " + a.fate
     : a.outcome === "open" ? "still open" : a.outcome + ": " + apart(a.reason) + (a.killed ? " (killed)" : "");

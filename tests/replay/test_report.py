@@ -188,6 +188,16 @@ def test_the_page_is_one_file_without_network(simulated, tmp_path):
     assert "<img src=x" not in page(evil)
 
 
+def test_a_reason_that_turns_the_writing_around_turns_only_itself(simulated):
+    """U+202E in a reason, a note and the run's name: each stands in an element where that ends."""
+    _, _, data = simulated
+    turned = "aborted\u202eyllufesoprup"
+    row = {"status": "discarded", "reason": turned, "groups": 1, "tokens": 0}
+    text = page(dict(data, statuses=[row], notes=[turned], run=dict(data["run"], run=turned)))
+    text = re.sub(r"<(title|script)\b.*?</\1>", "", text, flags=re.DOTALL)
+    assert text.count(turned) == text.count(f"<bdi>{turned}</bdi>") == 3
+
+
 # --- in Chromium ----------------------------------------------------------------------------------------------------
 
 
