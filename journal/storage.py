@@ -63,7 +63,7 @@ class Storage(Protocol):
 
 
 class RealFile:
-    """A file descriptor; ``sync`` is fdatasync."""
+    """A file descriptor; ``sync`` is fdatasync. An OSError of any call names the file."""
 
     __slots__ = ("_fd", "path")
 
@@ -77,23 +77,43 @@ class RealFile:
 
     def read_at(self, offset: int, size: int) -> bytes:
         """At most ``size`` bytes from ``offset``; empty at the end of the file."""
-        return os.pread(self._fd, size, offset)
+        try:
+            return os.pread(self._fd, size, offset)
+        except OSError as error:
+            error.filename = self.path
+            raise
 
     def write_at(self, offset: int, data: bytes | memoryview) -> int:
         """Number of bytes written, at least 1 unless ``data`` is empty."""
-        return os.pwrite(self._fd, data, offset)
+        try:
+            return os.pwrite(self._fd, data, offset)
+        except OSError as error:
+            error.filename = self.path
+            raise
 
     def truncate(self, size: int) -> None:
         """Cut or extend (with zeros) to ``size`` bytes; durable after the next ``sync``."""
-        os.ftruncate(self._fd, size)
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError as error:
+            error.filename = self.path
+            raise
 
     def sync(self) -> None:
         """Return once data and size are on the device (fdatasync). After an error the file must not be trusted."""
-        os.fdatasync(self._fd)
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            error.filename = self.path
+            raise
 
     def size(self) -> int:
         """Length in bytes."""
-        return os.fstat(self._fd).st_size
+        try:
+            return os.fstat(self._fd).st_size
+        except OSError as error:
+            error.filename = self.path
+            raise
 
     def close(self) -> None:
         """Idempotent."""
@@ -156,6 +176,9 @@ class RealStorage:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+        except OSError as error:
+            error.filename = path
+            raise
         finally:
             os.close(fd)
 

@@ -146,3 +146,20 @@ def test_a_failed_sync_loses_what_it_should_have_kept() -> None:
     assert file.read_at(0, 4) == b"lost"
     storage.power_cut(random.Random(1), "keep")
     assert storage.snapshot("/d") == {"x": b""}
+
+
+@pytest.mark.parametrize("call", ["read_at", "write_at", "truncate", "sync", "size"])
+def test_an_error_names_the_file(place, call) -> None:
+    """Whatever fails, the message says where: these calls know only a descriptor by themselves."""
+    storage, directory = place
+    file = storage.create(f"{directory}/x")
+    arguments = {"read_at": (0, 1), "write_at": (0, b"x"), "truncate": (0,)}.get(call, ())
+    if isinstance(storage, RealStorage):
+        os.close(file.fileno())
+    else:
+        file.close()
+    with pytest.raises(OSError, match=f"{directory}/x") as caught:
+        getattr(file, call)(*arguments)
+    assert caught.value.filename == f"{directory}/x"
+    with pytest.raises(OSError, match=f"{directory}/none"):
+        storage.sync_directory(f"{directory}/none")
