@@ -1,6 +1,7 @@
 """The repository itself: limits that keep it readable, and nothing in it that belongs elsewhere."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -52,11 +53,17 @@ def test_no_module_is_long():
     assert {name(p): n for p, most in limits.items() if (n := len(p.read_text().splitlines())) > most} == {}
 
 
+@functools.cache
+def nodes(path):
+    """Everything that a module's source says; parsed once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def test_no_function_is_long():
     """Nor does a function exceed a screen; tests and benchmarks included."""
     long = {}
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = node.end_lineno - node.lineno + 1
                 if lines > FUNCTION_LINES_MAX:
@@ -73,7 +80,7 @@ def test_no_print_outside_the_command_line():
     """Libraries log; only commands print."""
     printing = []
     for path in modules("journal", "replay", "engine"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 printing.append(f"{name(path)}:{node.lineno}")
     assert printing == []
@@ -88,7 +95,7 @@ def test_imports_go_only_downward():
     wrong = []
     for path in modules(*PACKAGES):
         package = path.relative_to(ROOT).parts[0]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.level >= 2:
                 target = (node.module or "").split(".")[0]
                 if order[target] > order[package]:
@@ -124,6 +131,7 @@ def test_journal_and_replay_are_light():
 PLAIN_ERRORS = {
     "journal/errors.py:UnlostError": "the root",
     "journal/frames.py:PayloadError": "never leaves its layer: its callers turn it into damage with a place",
+    "replay/trace_reading.py:Lacking": "never leaves the reading of traces: the line is left out and told",
     "engine/ray_calls.py:ActorLost": "never leaves the handles: they turn it into WorkerLost or TrainerLost",
     "engine/protocols.py": "signals between the controller and its parts, some of them across processes",
 }
@@ -133,7 +141,7 @@ def test_one_error_tree():
     """Every error class derives from UnlostError, but for those that are listed here with a reason."""
     plain = []
     for path in modules(*PACKAGES):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 bases = {b.id for b in node.bases if isinstance(b, ast.Name)}
                 if bases and bases <= {"Exception", "ValueError", "RuntimeError", "OSError", "KeyError", "TypeError"}:
@@ -168,7 +176,7 @@ def test_every_test_says_what_it_shows():
     """One sentence each, as its docstring."""
     silent = []
     for path in modules("tests"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
             if is_test and not ast.get_docstring(node):
                 silent.append(f"{name(path)}:{node.name}")

@@ -250,6 +250,7 @@ def test_a_place_that_cannot_be_written_is_one_line(capsys, told, tmp_path, wher
     assert sorted(told.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_query_that_fails_leaves_what_was_there(capsys, told, tmp_path):
     """The old result stays, and no half of the new one beside it."""
     old = tmp_path / "old.csv"
@@ -261,6 +262,7 @@ def test_a_query_that_fails_leaves_what_was_there(capsys, told, tmp_path):
     assert list(tmp_path.iterdir()) == [old]
 
 
+@pytest.mark.slow
 def test_pipes_and_devices_are_written_as_they_are(capsys, told):
     """/dev/null is no file to be replaced."""
     for args in _writes(told, "/dev/null"):

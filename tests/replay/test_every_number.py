@@ -316,6 +316,7 @@ def test_simulated_runs_add_up(tmp_path, monkeypatch, seed):
     check_pruned(tmp_path, told, random.Random(seed).sample(range(2, len(told) - 2), 3))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_pruned_adds_up(tmp_path, monkeypatch):
     """Once in the fast suite: a run of several lives, pruned in its middle."""
     told, made = simulate(167, monkeypatch)

@@ -163,17 +163,17 @@ def hard(own: list[Json], seed: int) -> str:
     return mutated(lines, changes)
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 30), marks=pytest.mark.slow)])
-def test_any_trace_is_answered(seeds: range, own: list[Json], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_any_trace_is_answered(own: list[Json], tmp_path: Path) -> None:
     """Over traces with many odd values, every question has an answer, and the report is written."""
-    for seed in seeds:
+    for seed in range(30):
         (tmp_path / f"t{seed}.jsonl").write_text(hard(own, seed))
     with open_database([tmp_path / "*.jsonl"]) as database:
         for query in QUERIES:
             database.query(query.sql)
         database.query("FROM events")
         counted = dict(database.query("SELECT run, count(*) FROM trace_lines GROUP BY ALL").rows)
-        assert sum(counted.values()) > 10 * len(seeds)
+        assert sum(counted.values()) > 300
         for run in sorted(counted)[:5]:
             assert summary(gather(database, run))
 
