@@ -46,10 +46,10 @@ def print_figures(found: Figures, final: dict[str, Any]) -> None:
         [
             ("restore", f"{found.restore_seconds:.2f} s"),
             ("trainer steps rolled back", rolled_back),
+            ("siblings finished unseen, adopted", counters.get("attempts_adopted")),
             ("groups restored complete", counters.get("groups_complete_restored")),
             ("groups found unfinished", counters.get("groups_unfinished_found")),
             ("  finished siblings reused", counters.get("siblings_reused")),
-            ("  of these finished unseen", counters.get("attempts_adopted")),
             ("  siblings run again", counters.get("siblings_rerun")),
             ("  of these from a prefix", found.prefixes),
             ("  prefix tokens reused", counters.get("prefix_tokens_reused")),

@@ -61,7 +61,10 @@ class SourceError(UnlostError):
 
 @dataclass(slots=True)
 class Source:
-    """Something to query. ``kind``: run, segment or trace. ``run`` is its name in the column ``run``."""
+    """Something to query. ``kind``: run, segment or trace. ``run`` is its name in the column ``run``.
+
+    ``from_image``: its journal begins with a state image, since what was before was pruned, or the run is a fork.
+    """
 
     path: str
     kind: str
@@ -69,6 +72,7 @@ class Source:
     start: int = 0
     stop: int = 0
     stamp: str = ""
+    from_image: bool = False
 
 
 @dataclass(slots=True)
@@ -283,7 +287,8 @@ def _run_source(path: str, name: str, notes: list[str]) -> Source:
     if stop <= reader.first_offset:
         notes.append(f"{path}: the journal holds no events")
     stamp = f"{reader.journal_id}/{stop}/" + ",".join(f"{s.name}:{s.size}" for s in segments)
-    return Source(path, "run", name, reader.first_offset, stop, stamp)
+    from_image = reader.first_offset > 0 or any(s.starts_with_image for s in segments[:1])
+    return Source(path, "run", name, reader.first_offset, stop, stamp, from_image)
 
 
 def _end_of(reader: Any, notes: list[str]) -> int:
@@ -312,7 +317,7 @@ def _load(
     parts: list[tuple[Source, Part]] = []
     begun: dict[str, list[Opening]] = {}
     for number, source in enumerate(sources):
-        if source.kind == "run" and source.start:
+        if source.from_image:
             begun[source.run], more = load_image(source.path, parts_folder, f"{number}-begin")
             notes += more
         if source.kind == "trace":

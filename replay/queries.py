@@ -159,7 +159,7 @@ FROM waits GROUP BY ALL ORDER BY ALL""",
            count(a.attempt) FILTER (a.next_prefix > 0) AS resumed, coalesce(sum(a.next_prefix), 0) AS prefix_tokens_reused,
            coalesce(sum(a.thrown_tokens), 0) AS tokens_thrown
     FROM outages o LEFT JOIN attempts a ON a.run = o.run AND a.incarnation = o.incarnation
-        AND (a.killed OR a.reason = 'stopped')
+        AND (a.reason = 'stopped' OR coalesce(a.ended_offset >= o.next_offset, TRUE))
     GROUP BY ALL
 )
 SELECT r.run, r.incarnation AS restarted_as, ran.running AS running_at_death, ran.adopted, ran.resumed,

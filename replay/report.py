@@ -41,6 +41,11 @@ def gather(database: Database, run: str) -> dict[str, Any]:
         ),
         "lengths": reading.named("loss-by-length"),
         "twice": reading.named("prompts-trained-twice"),
+        "forked": bool(
+            reading.all(
+                "SELECT 1 AS one FROM event_index WHERE run = $run AND event_offset = 0 AND event = 'StateImage'"
+            )
+        ),
         "unread": reading.all("SELECT * FROM unread WHERE run = $run ORDER BY first_offset"),
     }
     data["end"] = _end(database, run) if data["unread"] else None
@@ -266,7 +271,7 @@ def summary(data: dict[str, Any]) -> list[str]:
     ]
     if data["twice"]:
         said.append(f"{len(data['twice'])} prompt(s) were trained twice in an epoch: promise P1 is broken.")
-    said += _pruned(about) + _unread(data)
+    said += _pruned(about) + _forked(data) + _unread(data)
     if not about.get("events"):
         return said if data["unread"] else [*said, "There are no events to report on."]
     openings, kills = about["incarnations"] or 0, about["kills"] or 0
@@ -311,6 +316,12 @@ def _pruned(about: dict[str, Any]) -> list[str]:
     return [
         f"The events before {first:,} were pruned: the figures are of the others and of what was alive before them."
     ]
+
+
+def _forked(data: dict[str, Any]) -> list[str]:
+    if not data["forked"]:
+        return []
+    return ["This run is a fork: what was alive in the other one counts here, what had ended there does not."]
 
 
 def _unread(data: dict[str, Any]) -> list[str]:

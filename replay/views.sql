@@ -330,14 +330,22 @@ FROM held_and_kept j LEFT JOIN groups g USING (run, group_id) LEFT JOIN bounds b
 
 -- @carried: seconds that a continued attempt took over from the ones before it, in proportion to the tokens kept
 CREATE TABLE carried AS
-WITH RECURSIVE chains AS (
+WITH RECURSIVE again AS (
+    SELECT * FROM attempts WHERE attempt > 0
+), begin AS (  -- where the beginning of a run is not here, a sibling's first attempt may be any
+    SELECT * FROM attempts WHERE attempt = 0 AND next_prefix IS NOT NULL
+    UNION ALL
+    SELECT a.* FROM again a WHERE a.next_prefix IS NOT NULL AND NOT EXISTS (
+        SELECT 1 FROM attempts b
+        WHERE b.run = a.run AND b.group_id = a.group_id AND b.sibling = a.sibling AND b.attempt = a.attempt - 1)
+), chains AS (
     SELECT run, group_id, sibling, attempt, 0.0::DOUBLE AS carried_s, ended_s - dispatched_s AS seconds,
            coalesce(kept_tokens / nullif(tokens, 0), 0) AS kept_share
-    FROM attempts WHERE attempt = 0 AND next_prefix IS NOT NULL
+    FROM begin
     UNION ALL
     SELECT n.run, n.group_id, n.sibling, n.attempt, (c.carried_s + c.seconds) * c.kept_share, n.ended_s - n.dispatched_s,
            coalesce(n.kept_tokens / nullif(n.tokens, 0), 0)
-    FROM chains c JOIN (SELECT * FROM attempts WHERE attempt > 0) n
+    FROM chains c JOIN again n
         ON n.run = c.run AND n.group_id = c.group_id AND n.sibling = c.sibling AND n.attempt = c.attempt + 1
 )
 SELECT run, group_id, sibling, attempt, carried_s FROM chains WHERE carried_s > 0;

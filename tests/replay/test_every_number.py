@@ -7,15 +7,20 @@ from collections import Counter
 import msgspec
 import pytest
 
+from tests.fakes import SimPlan
 from tests.simulation import run as simulation
 from tests.simulation.draw import draw
+from tests.simulation.on_disk import from_disk, to_disk
+from tests.simulation.world import World, sim_config
+from unlost.engine.fork import fork_run
 from unlost.journal import JournalOptions, JournalWriter, prune
 from unlost.replay import events as ev
 from unlost.replay.bounds import unheard
 from unlost.replay.database import open_database
-from unlost.replay.fold import fold_events
-from unlost.replay.queries import QUERIES
+from unlost.replay.fold import fold_events, fold_run
+from unlost.replay.queries import QUERIES, named
 from unlost.replay.report import gather
+from unlost.replay.state import DISPATCHED
 
 from . import postmortem_stories as stories
 from .postmortem_stories import us, write
@@ -151,7 +156,7 @@ def test_steps_count_where_no_attempt_ended(database):
 
 FAST = (10, 53, 122, 167)
 """payloads: none; a payload disk lost; restores by whole groups; a prompt reserved out of the pool, a zombie killed."""
-MANY = (0, 9, 13, 69, 97, 99, 132, 133, 137, 207, 247, 252, 267, 300, 317, 387, *range(20, 44))
+MANY = (0, 9, 13, 69, 97, 99, 132, 133, 137, 207, 247, 252, 267, 300, 317, 387, *range(20, 32))
 
 
 def simulate(seed, monkeypatch):
@@ -226,11 +231,27 @@ def naive_given_up(told):
     return {key for key in last.values() if key[0] in gone and (stands.get(key, False) or not ended[key])}
 
 
+KEPT_BY_RESTARTS = f"""
+    SELECT k.restarted_as, k.adopted, k.prefix_tokens_reused AS reused,
+           (r.counters->>'$.attempts_adopted')::BIGINT AS told_adopted,
+           (r.counters->>'$.prefix_tokens_reused')::BIGINT AS told_reused
+    FROM ({named("reuse").sql}) k JOIN restores r ON r.run = k.run AND r.incarnation = k.restarted_as
+    JOIN outages o ON o.run = k.run AND o.restarted_as = k.restarted_as
+    WHERE o.starts = 1 AND r.completed_offset IS NOT NULL"""
+
+
+def as_told(row):
+    """What a restart kept by the attempts, and by what its restore told."""
+    return (row["adopted"], row["reused"]) == (row["told_adopted"], row["told_reused"])
+
+
 def check_whole(folder, told, made):
     with open_database([put(folder, told)], processes=1) as database:
         assert without_residue(database) == []
         assert bounded(database, made) == {}
         assert database.query("SELECT sum(steps), sum(trained_tokens) FROM throughput").rows == [naive_throughput(told)]
+        kept = database.query(KEPT_BY_RESTARTS).dicts()
+        assert [row for row in kept if not as_told(row)] == []
         classes = (
             "('in_flight', 'sealed_not_durable', 'granularity', 'failed', 'worker_lost', 'weight_sync', 'stopped')"
         )
@@ -250,7 +271,8 @@ def check_prefixes(folder, told, count):
             assert without_residue(database) == [], end
 
 
-GROUPS = "SELECT group_id, sample_id, epoch, generations, status, sealed, tokens, reward_mean, trained_step FROM groups"
+GROUPS = """SELECT group_id, sample_id, epoch, generations, status, sealed, tokens, round(reward_mean, 9) AS reward,
+    trained_step FROM groups"""
 FINDS = "SELECT * EXCLUDE (run) FROM restore_finds"
 
 
@@ -329,3 +351,40 @@ def test_without_payload_journals_the_response_is_the_bound():
     full = LIMITS | {"data_plane.payloads": "full"}
     assert unheard([full]).at_most(20) == 128
     assert unheard([full, LIMITS | {"data_plane.payloads": "none"}]).at_most(20) == 4076
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_fork_adds_up_and_says_that_it_is_one(tmp_path, how):
+    """Before its first start and after its end: attempts that ran at the fork are in its image, not in its events."""
+    keys = {"checkpointing__save_period": 1, "checkpointing__keep_latest_k": 9, "grpo__max_steps": 8}
+    config = sim_config(**keys)
+    old = World(config, script=lambda key, _: SimPlan(tokens=12, seconds_per_token=0.1 if key.group % 3 else 0.01))
+    old.live(**({"kill_at_s": 6.0} if how == "killed" else {"stop_at_s": 6.0}))
+    checkpoint = fold_run(to_disk(old, tmp_path / "run")).checkpoints[-1]
+    fork = tmp_path / "fork"
+    state = fork_run(tmp_path / "run", checkpoint.trainer_version, fork)
+    assert any(s.status == DISPATCHED for g in state.groups.values() for s in g.siblings)
+    begun = judged(fork)
+    world = from_disk(fork, config, state.run_id)
+    world.now_us = old.now_us
+    life = world.live(limit_s=600)
+    assert life.outcome is not None
+    assert life.outcome.exit_code == 0, life.outcome
+    ended = judged(to_disk(world, tmp_path / "ended"))
+    assert ended["run"]["incarnations"] == begun["run"]["incarnations"] + 1
+    with open_database([tmp_path / "ended"], processes=1) as database:
+        kept = database.query(KEPT_BY_RESTARTS).dicts()
+        assert len(kept) >= 1
+        assert all(map(as_told, kept))
+
+
+def judged(run):
+    """The report's data of a run that is a fork and adds up."""
+    with open_database([run], processes=1) as database:
+        assert without_residue(database) == []
+        for query in QUERIES:
+            database.query(query.sql)
+        data = gather(database, database.sources[0].run)
+    assert any("is a fork" in line for line in data["summary"])
+    assert not any("does not add up" in line for line in data["summary"])
+    return data
