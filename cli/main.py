@@ -93,7 +93,8 @@ def run(arguments: Sequence[str]) -> int:
     except _UsageErrorBase as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "unlost"
-        return _complain(f"{error.format_message()} (see `{command} --help`)", EXIT_USAGE)
+        what = error.format_message() or "its arguments are missing"
+        return _complain(f"{what} (see `{command} --help`)", EXIT_USAGE)
     except Exception as error:
         from ..journal.errors import UnlostError
 

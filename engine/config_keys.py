@@ -322,9 +322,12 @@ class StopConfig(Section, frozen=True):
 
     signal: Annotated[Text | None, key("Another signal that does (Slurm: `#SBATCH --signal=B:USR1@120`)")] = "SIGUSR1"
     deadline_s: Annotated[
-        Positive | None, key("Stop so long after the command started; default: never", unit="seconds")
+        Positive | None,
+        key("Be over so long after the command started: it stops `grace_s` before; default: never", unit="seconds"),
     ] = None
-    grace_s: Annotated[NonNegative, key("Time for a last checkpoint after any of these", unit="seconds")] = 60.0
+    grace_s: Annotated[
+        NonNegative, key("Time for a last checkpoint after any of these; less than `deadline_s`", unit="seconds")
+    ] = 60.0
 
 
 class Config(Section, frozen=True, kw_only=True):

@@ -233,6 +233,14 @@ def test_usage_errors_are_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arg
     assert os.listdir(tmp_path) == ["c.yaml"]
 
 
+@pytest.mark.parametrize("command", ["train", "replay", "plan", "export", "repair", "prune", "fork", "diff", "report"])
+def test_a_command_without_its_arguments_says_so(capsys, command):
+    """After its help: a reason, not an empty message."""
+    assert run([command]) == 2
+    err = capsys.readouterr().err
+    assert err == f"unlost: its arguments are missing (see `unlost {command} --help`)\n"
+
+
 def test_config_prints_what_a_file_comes_to(tmp_path, capsys):
     """As YAML that reads back, or as JSON."""
     (tmp_path / "c.yaml").write_text(CONFIG)
