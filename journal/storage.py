@@ -62,6 +62,22 @@ class Storage(Protocol):
     def try_lock(self, path: str) -> StorageLock | None: ...
 
 
+class _Naming:
+    """An OSError of a call that knows only a descriptor gets the file's name."""
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            error.filename = self.path
+
+
 class RealFile:
     """A file descriptor; ``sync`` is fdatasync. An OSError of any call names the file."""
 
@@ -77,43 +93,28 @@ class RealFile:
 
     def read_at(self, offset: int, size: int) -> bytes:
         """At most ``size`` bytes from ``offset``; empty at the end of the file."""
-        try:
+        with _Naming(self.path):
             return os.pread(self._fd, size, offset)
-        except OSError as error:
-            error.filename = self.path
-            raise
 
     def write_at(self, offset: int, data: bytes | memoryview) -> int:
         """Number of bytes written, at least 1 unless ``data`` is empty."""
-        try:
+        with _Naming(self.path):
             return os.pwrite(self._fd, data, offset)
-        except OSError as error:
-            error.filename = self.path
-            raise
 
     def truncate(self, size: int) -> None:
         """Cut or extend (with zeros) to ``size`` bytes; durable after the next ``sync``."""
-        try:
+        with _Naming(self.path):
             os.ftruncate(self._fd, size)
-        except OSError as error:
-            error.filename = self.path
-            raise
 
     def sync(self) -> None:
         """Return once data and size are on the device (fdatasync). After an error the file must not be trusted."""
-        try:
+        with _Naming(self.path):
             os.fdatasync(self._fd)
-        except OSError as error:
-            error.filename = self.path
-            raise
 
     def size(self) -> int:
         """Length in bytes."""
-        try:
+        with _Naming(self.path):
             return os.fstat(self._fd).st_size
-        except OSError as error:
-            error.filename = self.path
-            raise
 
     def close(self) -> None:
         """Idempotent."""
@@ -175,10 +176,8 @@ class RealStorage:
         """Return once the directory's entries are on the device."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
-        except OSError as error:
-            error.filename = path
-            raise
+            with _Naming(path):
+                os.fsync(fd)
         finally:
             os.close(fd)
 
