@@ -21,8 +21,8 @@ help:  ## show this list
 demo: $(TRAIN)  ## train, kill -9 in the middle, resume, show what was kept (a few minutes)
 	$(BIN)/unlost demo --dir runs/demo
 
-test: $(DEV)  ## every test
-	$(BIN)/python -m pytest
+test: test-fast  ## every test
+	$(BIN)/python -m pytest -m slow
 
 test-fast: $(DEV)  ## the tests that need no Ray and take no time, on two cores
 	$(BIN)/python -m pytest -m 'not slow' -n 2

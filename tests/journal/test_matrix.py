@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
@@ -16,10 +16,8 @@ from tests.journal.refusals import nothing_else_is_refused
 from tests.sim_storage import SimStorage
 from unlost.journal import JournalDamaged, JournalReader, JournalWriter, verify
 
-SUMMARIES: list[str] = []
-"""Cases tried, by outcome; printed at the end of the run."""
-
 Counts = collections.Counter[str]
+Show = Callable[[str, Counts], None]
 
 
 def outcome(base: Base, case: Case, *, watermark: bool = True) -> str:
@@ -54,8 +52,15 @@ def tally(base: Base, cases: Iterable[Case], *, watermark: bool = True) -> tuple
     return counts, silent
 
 
-def show(title: str, counts: Counts) -> None:
-    SUMMARIES.append(f"{title}: " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
+@pytest.fixture
+def show(record_property: Callable[[str, object], None]) -> Show:
+    """Cases tried, by outcome, to be printed at the end of the run (conftest.py)."""
+
+    def show(title: str, counts: Counts) -> None:
+        tried = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+        record_property("damage matrix", f"{title}: {tried}")
+
+    return show
 
 
 def test_the_base_journal_reads_back_whole() -> None:
@@ -67,7 +72,7 @@ def test_the_base_journal_reads_back_whole() -> None:
 
 
 @nothing_else_is_refused
-def test_every_byte_is_protected() -> None:
+def test_every_byte_is_protected(show: Show) -> None:
     """Truncating and zeroing from every byte and one flip in every byte never lose an acknowledged event silently."""
     base = build()
     counts, silent = tally(base, single_damages(base, flips_per_byte=1))
@@ -78,7 +83,7 @@ def test_every_byte_is_protected() -> None:
 
 
 @pytest.mark.slow
-def test_every_bit_is_protected() -> None:
+def test_every_bit_is_protected(show: Show) -> None:
     """The same with all eight bits of every byte."""
     base = build(seed=5)
     counts, silent = tally(base, single_damages(base, flips_per_byte=8))
@@ -87,7 +92,7 @@ def test_every_bit_is_protected() -> None:
     assert counts["refused"] > 10_000
 
 
-def test_missing_duplicate_and_foreign_pieces() -> None:
+def test_missing_duplicate_and_foreign_pieces(show: Show) -> None:
     """Deleted, duplicated, swapped and foreign frames and segments are refused or harmless, never believed."""
     base = build()
     counts, silent = tally(base, structural_damages(base, build(seed=9, journal_id="run/b")))
@@ -96,7 +101,7 @@ def test_missing_duplicate_and_foreign_pieces() -> None:
     assert counts["refused"] > 30
 
 
-def test_an_unacknowledged_tail_is_cut_and_never_more() -> None:
+def test_an_unacknowledged_tail_is_cut_and_never_more(show: Show) -> None:
     """Damage to frames that were never acknowledged is a torn tail; to acknowledged ones before them a refusal."""
     base = build(unacknowledged=3)
     name = base.segments[-1]
@@ -157,7 +162,7 @@ def test_verify_names_the_same_place() -> None:
         ), case.label
 
 
-def test_without_watermark_only_the_last_batch_is_at_risk() -> None:
+def test_without_watermark_only_the_last_batch_is_at_risk(show: Show) -> None:
     """With WATERMARK removed, the cases that lose events silently are counted, and all touch the last batch."""
     base = build()
     cases = [*single_damages(base, flips_per_byte=1), *structural_damages(base, build(seed=9, journal_id="run/b"))]
