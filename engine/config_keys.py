@@ -136,7 +136,13 @@ class SamplerConfig(Section, frozen=True):
         key("`in_order` stamps each batch with its step; see `docs/protocol.md`", resume=FIXED),
     ] = "in_order"
     max_lookahead_versions: Annotated[
-        Natural, key("`in_order`: steps that generation may be ahead; 0: on-policy", unit="versions", resume=FIXED)
+        Natural,
+        key(
+            "`in_order`: steps that generation may be ahead; 0: on-policy. Above 0, what starts between a step and the "
+            "weights it made is one version older",
+            unit="versions",
+            resume=FIXED,
+        ),
     ] = 1
     warmup_lookahead_versions: Annotated[
         Natural | None,
