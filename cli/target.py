@@ -36,14 +36,17 @@ def check_target(path: Path, sources: Sequence[str | Path], *, overwrite: bool) 
 def whole_file(path: Path) -> Iterator[Path]:
     """Where to write ``path``: beside it, and moved there when the block ends well. Pipes and devices: themselves.
 
-    What was there before stays until then, and for good if the block fails.
+    What was there before stays until then, and for good if the block fails or the machine stops. A link is followed.
     """
     if _is_special(path):
         yield path
         return
+    path = path.resolve()
     part = path.with_name(f".{path.name}.{os.getpid()}{PART}")
     try:
         yield part
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

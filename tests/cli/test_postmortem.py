@@ -262,6 +262,21 @@ def test_a_query_that_fails_leaves_what_was_there(capsys, told, tmp_path):
     assert list(tmp_path.iterdir()) == [old]
 
 
+def test_a_link_is_followed_and_what_it_names_is_replaced(capsys, told, tmp_path):
+    """The link stays a link, also one to a file that is not there yet; a link to the source is refused as the source."""
+    place, link = tmp_path / "place", tmp_path / "link"
+    link.symlink_to(place)
+    for flags in ([], ["--overwrite"]):
+        code, _, _ = command(capsys, "sql", told, "from runs", "--format", "csv", "-o", link, *flags)
+        assert code == 0
+        assert link.readlink() == place
+        assert place.read_text().startswith("run,")
+        place.write_text("old")
+    code, _, err = command(capsys, "sql", place, "from runs", "-o", link, "--overwrite")
+    assert (code, place.read_text()) == (2, "old")
+    assert "what is read" in err
+
+
 @pytest.mark.slow
 def test_pipes_and_devices_are_written_as_they_are(capsys, told):
     """/dev/null is no file to be replaced."""
