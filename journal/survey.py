@@ -235,8 +235,13 @@ def _predecessor(
             result.directory, current.name, 0, result.floor,
             f"the journal begins at event {result.floor}, but this first segment begins at {current.first_offset}",
         )  # fmt: skip
-    before = by_offset.get(preamble.pred_first_offset)
     name = segment_name(preamble.pred_first_offset)
+    if preamble.pred_first_offset >= current.first_offset:
+        raise JournalDamaged(
+            result.directory, current.name, 0, current.first_offset,
+            f"names {name} as predecessor, which does not begin before it",
+        )  # fmt: skip
+    before = by_offset.get(preamble.pred_first_offset)
     if before is None:
         raise JournalDamaged(
             result.directory, name, 0, max(preamble.pred_first_offset, result.floor),
@@ -244,7 +249,7 @@ def _predecessor(
         )  # fmt: skip
     if before.preamble is None:
         raise JournalDamaged(result.directory, name, 0, before.first_offset, str(before.problem))
-    if before.preamble.incarnation > preamble.incarnation or before.first_offset >= current.first_offset:
+    if before.preamble.incarnation > preamble.incarnation:
         raise JournalDamaged(
             result.directory, current.name, 0, current.first_offset,
             f"names {name} of incarnation {before.preamble.incarnation} as predecessor, itself {preamble.incarnation}",

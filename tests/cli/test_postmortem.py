@@ -263,7 +263,7 @@ def test_a_query_that_fails_leaves_what_was_there(capsys, told, tmp_path):
 
 
 def test_a_link_is_followed_and_what_it_names_is_replaced(capsys, told, tmp_path):
-    """The link stays a link, also one to a file that is not there yet; a link to the source is refused as the source."""
+    """It stays a link, also one to a file that is not there yet; a link to the source is refused as the source."""
     place, link = tmp_path / "place", tmp_path / "link"
     link.symlink_to(place)
     for flags in ([], ["--overwrite"]):

@@ -77,9 +77,11 @@ def judge(files, events, decode):
     heads = {first: p for first, p in every.items() if first >= floor}
     chain = [max(heads, key=lambda f: (heads[f].writer, f))] if heads else []
     while chain and (first := chain[0]) != floor:
-        if (before := heads[first].before) not in heads:
-            raise damaged(first, 0, floor) if before == NONE else damaged(before, 0, max(before, floor))
-        if heads[before].writer > heads[first].writer or before >= first:
+        if (before := heads[first].before) == NONE or before >= first:
+            raise damaged(first, 0, floor if before == NONE else first)
+        if before not in heads:
+            raise damaged(before, 0, max(before, floor))
+        if heads[before].writer > heads[first].writer:
             raise damaged(first, 0, first)
         chain.insert(0, before)
     ids = [(crc32(p.id[: p.n]), first, first) for first, p in every.items()]

@@ -329,6 +329,29 @@ def test_a_length_that_leaves_no_room_for_a_frame(named: int) -> None:
     assert compare(files, named) == "damaged"
 
 
+@pytest.mark.parametrize("named", [4, 5, 40])
+def test_a_predecessor_that_does_not_begin_before_is_damage_of_the_segment_that_names_it(named: int) -> None:
+    """Whether a file of that name is there or not: it is not the one that is wrong."""
+    files, _, second = two_segments()
+    files[second] = rebuilt(
+        files[second], lambda n, head: (with_field(head[0], 40, "<Q", named), head[1]) if n < 0 else head
+    )
+    for others in ({}, {f"{named:020d}.zst": files[second]} if named > 4 else {}):
+        assert by_reader(others | files)[1] == ("damaged", second, 0, 4)
+        assert compare(others | files, named) == "damaged"
+
+
+def test_the_search_ends_at_the_first_proof_of_damage() -> None:
+    """A frame of a later version after it is refused by those who read on, and not by a reader."""
+    files, first, _ = two_segments()
+    files = {first: files[first]}
+    (start, _), *_ = frames(files[first])
+    later = of_a_later_version(files[first], 4, 3)
+    hurt_one = later[: start + 9] + b"?" + later[start + 10 :]
+    assert by_reader({first: hurt_one})[1] == ("damaged", first, start, 0)
+    assert compare({first: hurt_one}, "first proof") == "damaged"
+
+
 @pytest.mark.parametrize("then", ["nothing", "a frame", "the link", "the end", "a torn end"])
 def test_a_frame_that_does_not_decode_is_named_before_what_is_bad_after_it(then: str) -> None:
     """``verify`` names the place at which a reader stops, whatever follows it."""
