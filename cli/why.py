@@ -22,9 +22,9 @@ def why(
         print_json(found._asdict() | {"findings": [finding._asdict() for finding in found.findings]})
         return
     running = {True: "yes", False: "no", None: "unknown"}[found.alive]
-    print_fields(
-        [("events", found.offset), ("last event", f"{found.t_s:.3f} s"), ("running", f"{running}: {found.holder}")]
-    )
+    if found.holder:
+        running += f" ({found.holder})"
+    print_fields([("events", found.offset), ("last event", f"{found.t_s:.3f} s"), ("running", running)])
     console().print()
     rows = [(f.what, "" if f.since_s is None else f"{f.since_s:.1f}", f.detail) for f in found.findings]
     print_table("Waiting", ["what", "for s", "detail"], rows, right=["for s"])

@@ -17,7 +17,7 @@ from .checkpoints import MANIFEST, Manifest, check_manifest, name_of
 from .config import load_config
 from .config_keys import Config
 from .protocols import CheckpointDamaged
-from .runfolder import CONFIG_FILE
+from .runfolder import CONFIG_FILE, nothing_to_do
 
 READ_BYTES = 1 << 20
 
@@ -90,7 +90,7 @@ def file_digest(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRestart:
-    """What a restart now would do. ``notes``: checkpoints passed over, payloads lost."""
+    """What a restart now would do. ``notes``: nothing to do, checkpoints passed over, payloads lost."""
 
     plan: RestorePlan
     checkpoint_name: str
@@ -106,6 +106,8 @@ def plan_restart(run_dir: str | Path, mode: str = "latest", *, contents: bool = 
     state = fold_run(run_dir)
     root = Path(config.checkpoint_dir)
     notes: list[str] = []
+    if mode == "latest" and (text := nothing_to_do(config, state)):
+        notes.append(text)
     chosen = _choose(root, state, mode, contents, notes)
     full = config.data_plane.payloads == "full"
     store = PayloadStore(Path(run_dir) / PAYLOAD_DIRECTORY)

@@ -17,7 +17,7 @@ from .progress import EXIT_CODES, EXIT_FAILED, REASON_FAILED, REASON_FINISHED, O
 from .prompts import JsonlPrompts
 from .restore import RestoreRefused, check_restore
 from .rewards import load_reward
-from .runfolder import check_free, check_run
+from .runfolder import check_free, check_run, nothing_to_do
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,8 @@ def preflight(
 
 def already_finished(config: Config, state: State | None) -> Outcome | None:
     """The outcome of a run that has nothing left to do, else None."""
-    if state is None or state.ended != REASON_FINISHED or state.trainer_version < config.grpo.max_steps:
+    if state is None or not (detail := nothing_to_do(config, state)):
         return None
-    detail = f"nothing to do: step {state.trainer_version} was the last; raise grpo.max_steps to go on"
     return Outcome(reason=REASON_FINISHED, exit_code=EXIT_CODES[REASON_FINISHED], detail=detail, run_dir=config.run_dir)
 
 

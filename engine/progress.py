@@ -8,13 +8,15 @@ from typing import Final
 
 import msgspec
 
+from ..replay.events import ENDED_FINISHED
+
 EXIT_FINISHED: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_RESUMABLE: Final = 75
 EXIT_INTERRUPTED: Final = 130
 
-REASON_FINISHED: Final = "finished"
+REASON_FINISHED: Final = ENDED_FINISHED
 REASON_FAILED: Final = "failed"
 REASON_INTERRUPTED: Final = "interrupted"
 REASON_SIGNAL: Final = "signal"

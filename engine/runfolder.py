@@ -28,6 +28,7 @@ from ..replay.state import State
 from .config import Config, dump_config, recorded_settings, semantic_differences, semantic_fingerprint
 from .controller import Identity
 from .folders import sync_folder
+from .progress import REASON_FINISHED
 
 WEIGHTS_FOLDER = "weights"
 LOG_FILE = "run.log"
@@ -41,6 +42,13 @@ class RunMismatch(UnlostError):
     """The folder holds a run that this configuration does not continue."""
 
     exit_code = EXIT_USAGE
+
+
+def nothing_to_do(config: Config, state: State) -> str:
+    """What to say of a run that has ended with its last step; empty if there is something left to do."""
+    if state.ended != REASON_FINISHED or state.trainer_version < config.grpo.max_steps:
+        return ""
+    return f"nothing to do: step {state.trainer_version} was the last; raise grpo.max_steps to go on"
 
 
 class RunClock:

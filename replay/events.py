@@ -34,6 +34,8 @@ DISCARD_LOADER_END: Final = "loader_end"
 FAIL_INFRASTRUCTURE: Final = "infrastructure"
 FAIL_DATA: Final = "data"
 
+ENDED_FINISHED: Final = "finished"
+
 KIND_ORDINARY: Final = "ordinary"
 KIND_SPARE: Final = "spare"
 KIND_POOL: Final = "pool"

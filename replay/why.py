@@ -1,6 +1,7 @@
 """Why does nothing happen? What a run is waiting for, from its journal (and the configuration beside it), nothing else.
 
-Ages are on the run's clock, up to now if the run's writer is alive, else up to the journal's last event.
+Ages are on the run's clock, up to now if the run's writer is alive, else up to the journal's last event; how long a run
+has stood still is up to now.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ def why(run: str | Path) -> Why:
         del in_progress[c]
     settings = dict(state.settings) | _config(Path(run))
     findings = list(_findings(state, settings, in_progress, now, alive=alive))
+    missing = [] if state.ended == ev.ENDED_FINISHED else _missing(state, now)
     components = {name: (now - t) / 1e6 for name, t in sorted(last.items(), key=lambda item: item[1])}
-    return Why(state.offset, state.t / 1e6, alive, holder, findings, components, _missing(state, now))
+    return Why(state.offset, state.t / 1e6, alive, holder, findings, components, missing)
 
 
 def _now(state: State) -> int:
@@ -99,15 +101,15 @@ def _writer(directory: str) -> tuple[bool | None, str]:
     try:
         held = describe(RealStorage(), directory)
     except OSError:
-        return None, "unknown"
+        return None, ""
     if held is None:
-        return False, "no one"
+        return False, ""
     holder = f"process {held['pid']} on {held['host']}"
     if held["released"]:
-        return False, f"no one (last: {holder})"
+        return False, f"last: {holder}"
     if held["host"] == host_name() and held["boot"] == boot_id():
         alive = bool(held["process_start"]) and process_start(held["pid"]) == held["process_start"]
-        return alive, holder if alive else f"no one ({holder} is dead)"
+        return alive, holder if alive else f"{holder} is dead"
     age_s = (time.time_ns() - held["heartbeat_wall_ns"]) / 1e9
     return age_s < _HEARTBEAT_S_MAX, f"{holder}, last heartbeat {age_s:.0f} s ago"
 
@@ -128,13 +130,16 @@ def _findings(
     state: State, settings: dict[str, Any], in_progress: dict[int, int], now: int, *, alive: bool | None
 ) -> Any:
     """In the order in which one would want to know."""
+    still_s = (_now(state) - state.t) / 1e6
     if state.ended:
-        yield Finding("the run has ended", f"reason: {state.ended}", (now - state.t) / 1e6)
+        yield Finding("the run has ended", f"reason: {state.ended}", still_s)
+        if state.ended == ev.ENDED_FINISHED:
+            return  # what is left over is waited for by no one
     elif alive is False:
         yield Finding(
             "no one runs it",
             f"incarnation {state.incarnation} did not end in order; the same train command restores it",
-            (now - state.t) / 1e6,
+            still_s,
         )
     if state.restoring is not None:
         yield Finding(

@@ -54,6 +54,21 @@ def test_a_plan_says_what_the_restart_then_does(
     }
     assert planned["counters"]["siblings_rerun"] > 0
     assert planned["to_version"] < planned["from_version"]
+    assert planned["notes"] == []
+
+
+def test_a_plan_of_a_finished_run_says_so(killed: World, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In `train`'s own words, whatever else a restart would do if it were asked to go on."""
+    world = from_disk(folder, killed.config)
+    world.live()
+    to_disk(world, folder)
+    assert fold_run(folder).ended == "finished"
+    last = fold_run(folder).trainer_version
+    note = f"nothing to do: step {last} was the last; raise grpo.max_steps to go on"
+    assert output_json(capsys, "plan", str(folder), "--format", "json")["notes"] == [note]
+    assert unlost(["plan", str(folder)]) == 0
+    assert note in capsys.readouterr().out
+    assert output_json(capsys, "plan", str(folder), "--restore", str(last), "--format", "json")["notes"] == []
 
 
 def test_checkpoints_are_listed_and_damage_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

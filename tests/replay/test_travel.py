@@ -101,6 +101,7 @@ def test_why_of_a_dead_run(tmp_path):
     assert found.alive is False
     whats = [f.what for f in found.findings]
     assert whats[0] == "no one runs it"
+    assert found.findings[0].since_s > 3600  # it died in 1970
     assert "step 0 waits for groups" in whats
     assert "admitted groups have no slot yet" in whats
     step = next(f for f in found.findings if f.what == "step 0 waits for groups")
@@ -134,8 +135,13 @@ def test_why_of_a_running_run_counts_up_to_now(tmp_path):
 
 
 def test_why_of_an_ended_run_and_of_a_checkpoint_in_progress(run, tmp_path):
-    """The end is told first; a checkpoint that was begun is named with its age."""
+    """The end is told first, and alone if it was the last step; a checkpoint that was begun is named with its age."""
     assert why(run).findings[0].what == "the run has ended"
+    for reason, waiting in (("finished", False), ("signal", True)):
+        told = [*counters_example()[:30], ev.RunEnded(us(60), reason)]
+        found = why(write(tmp_path / reason, told))
+        assert found.findings[0].detail == f"reason: {reason}"
+        assert (len(found.findings) > 1, found.missing != []) == (waiting, waiting)
     told = [*counters_example()[:4], ev.CheckpointStarted(us(50), 0, ev.CHECKPOINT_ROLLOUT, 0)]
     told.append(ev.CheckpointSkipped(us(53), ev.CHECKPOINT_ROLLOUT, "busy"))
     found = {f.what: f for f in why(write(tmp_path / "saving", told)).findings}
