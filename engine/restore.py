@@ -270,17 +270,23 @@ class Restorer:
         self._adopt_checkpoint(plan.checkpoint)
         if plan.rolled_back or plan.to_version < plan.from_version or state.open_step >= 0:
             record(ev.TrainerRolledBack(now(), plan.from_version, plan.to_version, branch, tuple(plan.rolled_back)))
+        room = self.ledger.writer.drain  # a large run's restore writes much at once
         for key in list(state.zombies):
             self.ledger.abandon(key, ev.ABANDON_RESTART)
+            await room()
         for key, receipt in plan.adopt:
             self.ledger.seal(key, receipt, adopted=True)
+            await room()
         for key, reason, durable in plan.abandon:
             self.ledger.abandon(key, reason, durable, durable)
+            await room()
         for key, reason in plan.lost:
             self.ledger.lose(key, reason)
+            await room()
         for group_id in list(state.complete):
             if self.filtered is None or not self.filtered(state.groups[group_id]):
                 self.ledger.commit_group(group_id)
+                await room()
         if state.uncleared:
             record(ev.RowsCleared(now(), tuple(state.uncleared)))
         owned = {key for group in state.groups.values() for key in group.sealed_row_keys() if group.trained_step < 0}

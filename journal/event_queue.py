@@ -115,9 +115,9 @@ class EventQueue(Generic[E]):
             self._wake.set()
         if total > self._limit:
             raise JournalOverrun(
-                f"{self.directory}: {self._appended_cost - self._flusher.durable_cost} bytes wait for the storage, the "
-                f"bound is {self.options.backlog_max_bytes} (journal.backlog_max_bytes). The last failure was: "
-                f"{self._flusher.last_error or 'none, it is only slow'}"
+                f"{self.directory}: {self._appended_cost - self._flusher.durable_cost} bytes wait for the storage; "
+                f"{total - self._appended_cost} more would be above {self.options.backlog_max_bytes} "
+                f"(journal.backlog_max_bytes). The last failure was: {self._flusher.last_error or 'none'}"
             )
 
     def rotate(self, image: E | None = None) -> int | None:

@@ -411,3 +411,25 @@ def test_what_the_backlog_held_back_starts_once_it_is_short_again(sampler: str, 
     place = World(sim_config(async_rl__sampler__name=sampler, journal__backlog_high_bytes=high, **keys))
     assert place.live(kill_at_s=2.5, limit_s=600).killed
     ended(place.live(limit_s=600))
+
+
+# --- a small backlog ------------------------------------------------------------------------------------------------
+
+
+def test_a_restore_waits_for_the_storage_as_dispatches_do() -> None:
+    """It ends 48 attempts, more than the backlog may hold at once: else no start would ever get through."""
+    keys = {
+        "grpo__num_prompts_per_step": 6,
+        "grpo__num_generations_per_prompt": 4,
+        "async_rl__max_inflight_prompts": 12,
+        "async_rl__max_buffered_rollouts": 24,
+    }
+    place = World(sim_config(**keys), seed=5)
+    place.live(kill_at_s=0.3)
+    place.config = sim_config(**keys, journal__backlog_high_bytes=1, journal__backlog_max_bytes=3000)
+    place.live(kill_at_s=2.5)
+    (started,) = [offset for offset, e in place.events() if isinstance(e, ev.RestoreStarted)]
+    (completed,) = [offset for offset, e in place.events() if isinstance(e, ev.RestoreCompleted)]
+    assert completed - started > 48
+    place.config = sim_config(**keys)
+    ended(place.live())

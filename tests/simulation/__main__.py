@@ -1,6 +1,6 @@
 """``python -m tests.simulation SEED…`` replays seeds; ``--count N --from K`` runs many and shows what they hit.
 
-``--plain`` leaves out the further disturbances of ``disturb``, ``--disturbed`` runs only seeds that have one.
+``--plain`` leaves out the further draws of ``disturb`` and ``outage``, ``--disturbed`` runs only seeds that have one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     failed, lives, began = [], 0, time.process_time()
     seeds = options.seeds or range(options.first, options.first + options.count)
     if options.disturbed:
-        seeds = [seed for seed in seeds if draw(seed).more.kinds]
+        seeds = [seed for seed in seeds if draw(seed).disturbed]
     for seed in seeds:
         try:
             with cpu_bound():

@@ -11,6 +11,7 @@ from typing import Any
 from tests.fakes import SimPlan, sim_reward
 from tests.simulation.crash import Crash
 from tests.simulation.disturb import More, draw_more
+from tests.simulation.outage import Storage, draw_storage
 from unlost.engine.protocols import AttemptError, Prompt
 from unlost.replay import events as ev
 from unlost.replay.events import AttemptKey
@@ -54,6 +55,7 @@ class Case:
     lose_replies: tuple[int, ...] = ()
     restores: tuple[str, ...] = ()  # how each life is started; latest beyond
     more: More = field(default_factory=More)
+    storage: Storage = field(default_factory=Storage)
     failing: float = 0.0
     dying: float = 0.0
     bad_rewards: float = 0.0
@@ -66,6 +68,11 @@ class Case:
         """Nothing goes wrong but crashes."""
         bad = self.failing or self.dying or self.bad_rewards or self.flat_rewards or self.faults
         return not (bad or self.lose_disk or self.lose_plane_s) and self.more.quiet
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether there is more than crashes and scripted troubles."""
+        return bool(self.more.kinds or self.storage.lives)
 
     def _chance(self, *what: Any) -> random.Random:
         return random.Random(zlib.crc32(repr((self.seed, *what)).encode()))
@@ -101,7 +108,7 @@ class Case:
 
 
 def draw(seed: int, *, plain: bool = False) -> Case:
-    """The case of a seed; the same every time. ``plain``: without the further draws of ``disturb``."""
+    """The case of a seed; the same every time. ``plain``: without those of ``disturb`` and ``outage``."""
     r = random.Random(seed)
     prompts, siblings = r.choice((2, 3, 3, 4)), r.choice((1, 2, 2, 3))
     sampler = SAMPLERS[seed % len(SAMPLERS)]
@@ -166,6 +173,7 @@ def draw(seed: int, *, plain: bool = False) -> Case:
         case.lives.append(changed)
     if not plain:
         case.more = draw_more(case)
+        case.storage = draw_storage(seed, len(case.crashes) + 2)
     return case
 
 

@@ -13,6 +13,7 @@ from tests.simulation.crash import Crash
 from tests.simulation.disturb import TOLERATED, Asked, arrange_more, ask, check_asked
 from tests.simulation.draw import Case, draw
 from tests.simulation.model import Broken, Settings, need
+from tests.simulation.outage import OVERRUN, arrange_storage
 from tests.simulation.raw import read_events
 from tests.simulation.watch import Watch
 from tests.simulation.world import EVENTS, PAYLOADS, Incarnation, World, sim_config
@@ -45,6 +46,8 @@ def config_of(case: Case, life: int) -> Any:
     keys = case.keys | case.lives[min(life, len(case.lives) - 1)]
     if case.more.lives:
         keys |= case.more.lives[min(life, len(case.more.lives) - 1)]
+    if case.storage.lives:
+        keys |= case.storage.lives[min(life, len(case.storage.lives) - 1)]
     least = keys["async_rl__min_groups_for_streaming_train"]
     if least is not None:
         keys["async_rl__min_groups_for_streaming_train"] = min(least, keys["grpo__num_prompts_per_step"])
@@ -78,6 +81,7 @@ def prepare(case: Case) -> Watch:
     world.worker_start_s = case.worker_start_s
     watch = Watch(world, settings_of(case, config), plane_options=case.plane, trainer_options=case.trainer)
     watch.slow = any(f["where"] == "events" or f["where"] == "payloads" for f in case.faults) or bool(case.more.faults)
+    watch.slow |= bool(case.storage.outages)
     watch.folder_s = case.folder_s
     world.hooks = watch
     for kind in case.more.kinds:
@@ -126,6 +130,7 @@ def arrange(case: Case, watch: Watch, life_number: int, crash: Crash) -> Any:
         for step in case.lose_replies if life_number == 0 else ():
             loop.call_later(0.3, lambda s=step: life.trainer.lose_reply_of.add(s) if life.trainer else None)
         arrange_more(watch, life, life_number, case.more)
+        arrange_storage(watch, life, life_number, case.storage)
         again = not (case.lose_disk and life_number > 3)  # with a lost disk each time costs what was generated since
         for moment in case.lose_plane_s if again else ():
             loop.call_later(moment, lambda: life.plane.lose() if life.plane else None)
@@ -189,7 +194,7 @@ def run_case(case: Case) -> Report:
                 undead=crash.undead,
             )
         except OSError:
-            coded = any("code" in fault for fault in case.faults) or bool(case.more.faults)
+            coded = any("code" in fault for fault in case.faults) or bool(case.more.faults or case.storage.outages)
             need(coded, "outcome", "an opening failed, and nobody asked for it")
             watch.coverage["outcome: opening failed as scripted"] += 1
             report.lives += 1
@@ -218,6 +223,9 @@ def run_case(case: Case) -> Report:
                 expected |= any(f"[Errno {fault['code']}]" in life.outcome.detail for fault in case.more.faults)
                 tolerated = any(f"[Errno {code}]" in life.outcome.detail for code in TOLERATED.values())
                 expected &= not tolerated or any(text in life.outcome.detail for text in GIVEN_UP)
+            codes = {outage.code for outage in case.storage.outages}
+            expected |= any(f"[Errno {code}]" in life.outcome.detail for code in codes)
+            expected |= bool(case.storage.outages) and OVERRUN in life.outcome.detail
             if "their payloads can't be read either" in life.outcome.detail:  # of a claimed step: it says what to do
                 expected = case.lose_disk and bool(case.lose_plane_s)
             need(expected, "outcome", f"life {report.lives}: {life.outcome.detail}")
