@@ -322,25 +322,15 @@ class SingleController:
 
     async def _orderly(self, train: asyncio.Task[None]) -> None:
         assert self._checkpointer is not None
+        assert self._train is not None
         await asyncio.wait((train,))
         await self._checkpoint_wait()
         state = self.state
         saved = max((c.trainer_version for c in state.checkpoints if c.kind == ev.CHECKPOINT_TRAINER), default=0)
         if self.config.checkpointing.enabled and state.trainer_version > saved:
-            self._let_go_of_claim()
+            self._train.release_claim()  # of streaming; a trainer checkpoint is not taken inside a step (rule 11)
             await self._checkpointer.begin(ev.CHECKPOINT_TRAINER)
             await self._checkpoint_wait()
-
-    def _let_go_of_claim(self) -> None:
-        """Groups claimed for a step that is not trained any more (streaming) go back, as a restore would do it.
-
-        A trainer checkpoint is not taken inside a step (protocol rules 11, 16).
-        """
-        state = self.state
-        if state.open_step >= 0:
-            version, groups = state.trainer_version, tuple(state.open_groups)
-            now = self.parts.clock.now_us()
-            self.ledger.record(ev.TrainerRolledBack(now, version, version, state.branch, groups))
 
     async def _asked_twice(self) -> None:
         while self.stop_request.level < 2:

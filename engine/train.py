@@ -56,7 +56,8 @@ class TrainPump:
         while state.trainer_version < self.config.grpo.max_steps and not self.ledger.stopping:
             if not await self._claim_step():
                 return
-            await self._train_step()
+            if not await self._train_step():
+                continue
             await self._sync_weights()
             await self._checkpoint_if_due()
 
@@ -96,13 +97,20 @@ class TrainPump:
         missing = step_target(state, self.config, step) - len(state.open_groups)
         return missing < least or self.sampler.ready(state) >= least or self.sampler.has_stale(state)
 
-    async def _train_step(self) -> None:
-        """Train exactly once, also when the trainer's answer is lost (protocol rule 17)."""
+    async def _train_step(self) -> bool:
+        """Train exactly once, also when the trainer's answer is lost (protocol rule 17).
+
+        False if rows of the step are lost with their payloads: then it is not claimed any more.
+        """
         state = self.state
         step = state.open_step
         groups = by_slot(state, state.open_groups)
         keys = [state.groups[g].sealed_row_keys() for g in groups]
-        result = await self._trained_once(step, keys)
+        try:
+            result = await self._trained_once(step, keys)
+        except KeyError as gone:
+            await self._give_up_lost(step, gone)
+            return False
         if (result.step, result.trainer_version) != (step, step + 1):
             raise RunFailed(f"the trainer answered step {result.step} version {result.trainer_version} to step {step}")
         await self.workers.stats()
@@ -120,24 +128,42 @@ class TrainPump:
             )
         )
         self.last = result
+        return True
 
     async def _trained_once(self, step: int, keys: list[list[str]]) -> StepResult:
-        """The step's result; where the reply is lost, the trainer is asked before anything is repeated."""
+        """The step's result; where the reply is lost, the trainer is asked before anything is repeated.
+
+        Raises KeyError if rows are neither in the data plane nor to be had from payloads.
+        """
         began = self.clock.now_us()
         for _ in range(LOST_REPLIES_MAX):
             try:
                 return await self.data_plane.with_healing(lambda: self.trainer.train(step, keys))
-            except KeyError as gone:
-                raise RunFailed(
-                    f"step {step}: {gone.args[0]}, and their payloads can't be read either. The same command again "
-                    f"generates what is lost anew; run.log says which journal is damaged"
-                ) from gone
             except (ConnectionError, TimeoutError) as lost:
                 version = await self.trainer.version()
                 log.warning("the reply to step %d was lost (%s); the trainer is at version %d", step, lost, version)
                 if version != step:
                     return StepResult(step, version, 0.0, *self._rewards_and_tokens(), self._seconds_since(began))
         raise RunFailed(f"the replies to step {step} were lost {LOST_REPLIES_MAX} times, and it was not applied")
+
+    async def _give_up_lost(self, step: int, gone: KeyError) -> None:
+        """Let go of the claim, and have the siblings that are lost generated again."""
+        there = await self.data_plane.inventory()
+        groups = [self.state.groups[g] for g in self.state.open_groups]
+        lost = [key for g in groups for i in range(len(g.siblings)) if (key := g.key(i)).row_key() not in there]
+        if not lost:
+            raise RunFailed(f"step {step}: {gone.args[0]}, says the trainer, and the data plane has them") from gone
+        log.error("step %d: %s, and their payloads can't be read: they are generated again", step, gone.args[0])
+        self.release_claim()
+        for key in lost:
+            self.ledger.lose(key, ev.ABANDON_PAYLOAD_LOST)
+
+    def release_claim(self) -> None:
+        """Groups claimed for a step that is not trained now go back, as a restore would do it (rules 11, 16)."""
+        state = self.state
+        if state.open_step >= 0:
+            version, groups = state.trainer_version, tuple(state.open_groups)
+            self.ledger.record(ev.TrainerRolledBack(self.clock.now_us(), version, version, state.branch, groups))
 
     def _rewards_and_tokens(self) -> tuple[float, int]:
         """Mean reward and tokens of the open step, from its receipts."""

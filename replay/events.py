@@ -327,7 +327,11 @@ class RestoreStarted(Event, frozen=True, tag=22):
 
 
 class TrainerRolledBack(Event, frozen=True, tag=23):
-    """The trainer goes back to ``to_version`` on a new ``branch``; ``groups`` return to the buffer complete."""
+    """The trainer goes back to ``to_version`` on a new ``branch``; ``groups`` return to the buffer complete.
+
+    To the version that it is at, on the same branch, it only lets go of a claim: at a restore, at an orderly end, and
+    where rows of the claim are lost.
+    """
 
     from_version: int
     to_version: int

@@ -195,9 +195,9 @@ def do_trainer_rolled_back(state: State, e: ev.TrainerRolledBack) -> None:
     state.open_groups = []
     state.open_step = -1
     state.trainer_version = e.to_version
-    state.started = {}
     if e.branch == state.branch:
         return
+    state.started = {}
     state.branch_caps = [min(cap, e.to_version) for cap in state.branch_caps] + [e.to_version]
     state.branch = e.branch
     state.checkpoints = [c for c in state.checkpoints if c.trainer_version <= e.to_version]

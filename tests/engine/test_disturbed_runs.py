@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import SimDataPlane, SimPlan, sim_reward
+from tests.fakes import SimDataPlane, SimPlan, SimTrainer, sim_reward
 from tests.simulation.world import PAYLOADS, Hooks, Incarnation, RunClock, World, sim_config
 from unlost.engine.progress import EXIT_RESUMABLE, Progress
 from unlost.replay import events as ev
 from unlost.replay.events import AttemptKey
+from unlost.replay.state import State
 
 pytestmark = pytest.mark.slow  # in sum more than a fast suite should take
 
@@ -213,10 +214,7 @@ class _LosesDataPlane(Hooks):
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_group_of_the_buffer_whose_rows_and_payloads_are_lost_is_generated_again(sampler: str) -> None:
-    """Data plane and a payload journal at once, in mid-run: nobody waits for ever for a group that nobody works on.
-
-    What a step had claimed by then ends the run, and is generated again by the next.
-    """
+    """Data plane and a payload journal at once, in mid-run: nobody waits for ever for a group that nobody works on."""
     keys = {"async_rl__sampler__max_lookahead_versions": 2, "async_rl__sampler__max_staleness_versions": 2}
     place = World(sim_config(grpo__max_steps=6, async_rl__sampler__name=sampler, **keys))
     hit: list[int] = []
@@ -230,13 +228,7 @@ def test_a_group_of_the_buffer_whose_rows_and_payloads_are_lost_is_generated_aga
                 later(life, 0.05, strike)
                 return
             hit.extend(state.committed)
-            receipt = state.groups[hit[-1]].siblings[0].receipt
-            assert receipt is not None
-            folder = f"{PAYLOADS}/{receipt.journal}"
-            for name in (n for n in place.storage.list_names(folder) if n.endswith(".zst")):
-                body = bytearray(place.storage.content(f"{folder}/{name}"))
-                body[len(body) // 2 :] = bytes(len(body) - len(body) // 2)
-                place.storage.put(f"{folder}/{name}", bytes(body))
+            _spoil_payloads(place, state, hit[-1])
             life.plane.lose()
             assert life.controller is not None
             noticed = asyncio.ensure_future(life.controller.data_plane.inventory())
@@ -244,13 +236,71 @@ def test_a_group_of_the_buffer_whose_rows_and_payloads_are_lost_is_generated_aga
 
         later(life, 0.3, strike)
 
-    life = place.live(arrange=arrange, limit_s=600)
-    assert life.outcome is not None
-    if life.outcome.exit_code:
-        assert "rows not in the data plane" in life.outcome.detail
-        ended(place.live(limit_s=600))
+    ended(place.live(arrange=arrange, limit_s=600))
     lost = {e.group for e in of(place, ev.AttemptAbandoned) if e.reason == ev.ABANDON_PAYLOAD_LOST}
     assert lost & set(hit)
+
+
+def _spoil_payloads(place: World, state: State, group: int) -> None:
+    """The second half of every segment of a payload journal of that group is zeros."""
+    receipt = state.groups[group].siblings[0].receipt
+    assert receipt is not None
+    folder = f"{PAYLOADS}/{receipt.journal}"
+    for name in (n for n in place.storage.list_names(folder) if n.endswith(".zst")):
+        body = bytearray(place.storage.content(f"{folder}/{name}"))
+        body[len(body) // 2 :] = bytes(len(body) - len(body) // 2)
+        place.storage.put(f"{folder}/{name}", bytes(body))
+
+
+@pytest.mark.parametrize("streaming", [None, 1])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_claim_whose_rows_and_payloads_are_lost_is_let_go(sampler: str, streaming: int | None) -> None:
+    """Data plane and payload journals at once, with a checkpoint under way, when a step is about to be trained.
+
+    Its groups go back to the buffer, what is lost is generated again, and the same run trains every step once.
+    """
+    lost_of: list[int] = []
+
+    class Strikes(Hooks):
+        def plane(self, life: Incarnation, clock: RunClock) -> SimDataPlane:
+            return SimDataPlane(clock, storage=life.world.storage, save_seconds=0.3)
+
+        def trainer(self, life: Incarnation, clock: RunClock, plane: SimDataPlane) -> SimTrainer:
+            trainer = SimTrainer(clock, plane, storage=life.world.storage, save_seconds=1.0)
+            train = trainer.train
+
+            async def watched(step: int, keys: Any) -> Any:
+                state = life.state
+                assert state is not None
+                if step == 2 and not lost_of:
+                    assert state.started
+                    lost_of.extend(state.open_groups)
+                    for group in lost_of:
+                        _spoil_payloads(life.world, state, group)
+                    plane.lose()
+                return await train(step, keys)
+
+            trainer.train = watched  # type: ignore[method-assign]
+            return trainer
+
+    place = World(
+        sim_config(
+            grpo__max_steps=5,
+            async_rl__sampler__name=sampler,
+            async_rl__sampler__max_lookahead_versions=2,
+            async_rl__sampler__max_staleness_versions=2,
+            async_rl__min_groups_for_streaming_train=streaming,
+            checkpointing__save_period=2,
+        ),
+        hooks=Strikes(),
+    )
+    ended(place.live(limit_s=600))
+    (released,) = of(place, ev.TrainerRolledBack)
+    assert (released.from_version, released.to_version, set(released.groups)) == (2, 2, set(lost_of))
+    again = {e.group for e in of(place, ev.AttemptAbandoned) if e.reason == ev.ABANDON_PAYLOAD_LOST}
+    assert again & set(lost_of)
+    assert [e.step for e in of(place, ev.StepApplied)] == [0, 1, 2, 3, 4]
+    assert len(of(place, ev.CheckpointCommitted)) >= 2
 
 
 @pytest.mark.parametrize("moment", [0.3, 1.2, 2.1, 3.4, 4.7, 5.5])
