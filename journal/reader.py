@@ -10,21 +10,29 @@ import itertools
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from .errors import JournalDamaged, JournalMissing
-from .format import COMPAT_IMAGE, FrameHeader, segment_name, segment_offset
+from .format import COMPAT_IMAGE, FrameHeader, segment_name
 from .frames import EventTypes, FrameOpener, PayloadError
 from .judge import Judged, judge_rest, judge_segment, raise_if_damaged
-from .scan import FrameWalk, Position, TornTail
-from .storage import RealStorage, Storage, StorageFile
+from .marks import read_watermark
+from .places import ANYWHERE, Places
+from .scan import FrameWalk, TornTail
+from .storage import RealStorage, Storage
 from .survey import SegmentFile, Survey, open_walk, survey, survey_again
 
 E = TypeVar("E")
+T = TypeVar("T")
+
+
+_first_offset = attrgetter("first_offset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,9 @@ class TailInfo(NamedTuple):
     reason: str
 
 
+_NO_FRAME: tuple[int, list[Any]] = (-1, [])
+
+
 class JournalReader(Generic[E]):
     """Iterates, follows and looks up events. One thread per reader."""
 
@@ -71,10 +82,10 @@ class JournalReader(Generic[E]):
         self._storage = storage or RealStorage()
         self._types = types if isinstance(types, EventTypes) else EventTypes(types)
         self._opener = FrameOpener()
-        self._touched: set[str] = set()
-        self._index: dict[int, tuple[list[int], list[int]]] = {}
-        self._cached: tuple[int, list[Any]] = (-1, [])
-        self._hint: tuple[int, Position | None] = (-1, None)
+        self._touched: set[int] = set()
+        self._places = Places()
+        self._cached: tuple[int, list[Any]] = _NO_FRAME
+        self._cached_is_durable = False
         self.tail: TailInfo | None = None
         self._survey: Survey = survey(self._storage, self.directory)
         self._looked()
@@ -87,9 +98,24 @@ class JournalReader(Generic[E]):
         self._looked()
 
     def _looked(self) -> None:
-        self._starts = [s.first_offset for s in self._survey.chain]
-        if not self._survey.chain:
-            self._end_of_journal(judge_rest(self._storage, self._survey, self._survey.floor))
+        found = self._survey
+        self._cached = _NO_FRAME
+        self._places.forget_below(found.floor)
+        self._touched = {first for first in self._touched if first >= found.floor}
+        if not found.chain:
+            self._end_of_journal(found, judge_rest(self._storage, found, found.floor))
+
+    def _looking(self, look: Callable[[Survey], T]) -> T:
+        """``look`` at what is there; anew if a file goes meanwhile, pruned or taken back by its writer."""
+        while True:
+            try:
+                return look(self._survey)
+            except FileNotFoundError:
+                self._look_anew()
+
+    def _look_anew(self) -> None:
+        self._survey = survey(self._storage, self.directory)
+        self._looked()
 
     @property
     def journal_id(self) -> str | None:
@@ -105,9 +131,16 @@ class JournalReader(Generic[E]):
     def end_offset(self) -> int:
         """Offset after the newest readable event, as of now; headers only."""
         self.refresh()
-        end = self._survey.chain[-1].first_offset if self._survey.chain else self._survey.floor
-        for _, walk, header in self._headers(len(self._survey.chain) - 1):
-            if header.next_offset <= self._survey.watermark or walk.payload(header) is not None:
+        return self._looking(self._end_of)
+
+    def _end_of(self, found: Survey) -> int:
+        if not found.chain:
+            return found.floor
+        last = found.chain[-1]
+        place = self._places.nearest(last, ANYWHERE)
+        end = place.offset if place is not None else last.first_offset
+        for _, walk, header in self._headers(found, len(found.chain) - 1, ANYWHERE):
+            if header.next_offset <= found.watermark or walk.payload(header) is not None:
                 end = header.next_offset
         return end
 
@@ -142,28 +175,44 @@ class JournalReader(Generic[E]):
     def events(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, E]]:
         """(offset, event) from ``start`` up to ``stop`` (not included) or the end; what precedes is hopped over.
 
+        From one look at the directory, whatever else this reader is asked meanwhile.
+
         Raises JournalMissing below the floor, JournalDamaged where durable bytes are bad, JournalUnsupported,
         OSError (never taken for damage).
         """
+        due = start
         for view in self.frames(start, stop):
             events = self._decode(view)
             first = view.first_offset
-            low = max(start - first, 0)
+            low = max(due - first, 0)
             high = view.count if stop is None else min(view.count, stop - first)
+            due = first + high
             for index in range(low, high):
                 yield first + index, events[index]
 
-    def frames(self, start: int = 0, stop: int | None = None) -> Iterator[FrameView]:
-        """Whole frames that hold events of ``start`` ≤ offset < ``stop``, decompressed and checked."""
-        if start < self._survey.floor and start != 0:
-            raise JournalMissing(
-                f"{self.directory}: event {start} is below the floor {self._survey.floor}: it was pruned"
-            )
-        first_segment = max(bisect_right(self._starts, start) - 1, 0)
-        for index in range(first_segment, len(self._survey.chain)):
-            if stop is not None and self._survey.chain[index].first_offset >= stop:
+    def frames(self, start: int = 0, stop: int | None = None) -> Generator[FrameView, None, None]:
+        """Whole frames that hold events of ``start`` ≤ offset < ``stop``, decompressed and checked.
+
+        When a file goes meanwhile, pruned or taken back by its writer, the reader looks anew and goes on from there.
+        """
+        due = start
+        while True:
+            try:
+                for view in self._frames(self._survey, due, stop):
+                    yield view
+                    due = view.first_offset + view.count
                 return
-            for segment, walk, header in self._headers(index, start):
+            except FileNotFoundError:
+                self._look_anew()
+
+    def _frames(self, found: Survey, start: int, stop: int | None) -> Iterator[FrameView]:
+        if start < found.floor and start != 0:
+            raise JournalMissing(f"{self.directory}: event {start} is below the floor {found.floor}: it was pruned")
+        first_segment = max(bisect_right(found.chain, start, key=_first_offset) - 1, 0)
+        for index in range(first_segment, len(found.chain)):
+            if stop is not None and found.chain[index].first_offset >= stop:
+                return
+            for segment, walk, header in self._headers(found, index, start):
                 if stop is not None and header.first_offset >= stop:
                     return
                 if header.next_offset > start:
@@ -176,58 +225,57 @@ class JournalReader(Generic[E]):
 
         Where to begin reading for a time; from headers only. Clocks may jump, so treat it as a hint.
         """
-        chain = self._survey.chain
+        return self._looking(lambda found: self._offset_at(found, wall_ns))
+
+    def _offset_at(self, found: Survey, wall_ns: int) -> int:
+        chain = found.chain
         index = len(chain) - 1
         while index > 0 and (p := chain[index].preamble) is not None and p.wall_ns > wall_ns:
             index -= 1
-        best = self._survey.floor if index <= 0 else chain[index].first_offset
+        best = found.floor if index <= 0 else chain[index].first_offset
         if index >= 0:
-            for _, _, header in self._headers(index):
+            for _, _, header in self._headers(found, index, 0):
                 if header.wall_ns > wall_ns:
                     break
                 best = header.first_offset
         return best
 
-    def _headers(self, index: int, start: int = 0) -> Iterator[tuple[SegmentFile, FrameWalk, FrameHeader]]:
-        """Frame headers of one segment, from a place that an earlier walk reached if that is not after ``start``.
+    def _headers(self, found: Survey, index: int, start: int) -> Iterator[tuple[SegmentFile, FrameWalk, FrameHeader]]:
+        """Frame headers of one segment, from the last place remembered that is not after ``start``.
 
-        At bad bytes it ends (torn tail of the last segment) or raises JournalDamaged.
+        At bad bytes it ends (torn tail of the last segment) or raises JournalDamaged. FileNotFoundError: gone since.
         """
-        if index < 0:
-            return
-        segment = self._survey.chain[index]
-        file, walk = self._open_walk(segment)
-        self._touched.add(segment.path)
-        hint_segment, hint = self._hint
-        if hint is not None and hint_segment == segment.first_offset and hint.offset <= start:
-            walk.resume(hint)
+        segment = found.chain[index]
+        file, walk = open_walk(self._storage, segment, found.directory)
+        self._touched.add(segment.first_offset)
+        if (place := self._places.nearest(segment, start)) is not None:
+            walk.resume(place)
         try:
             while walk.bad is None:
                 before = walk.position
                 header = walk.step()
                 if header is None:
                     break
-                if before.offset <= start or self._hint[0] != segment.first_offset:
-                    self._hint = (segment.first_offset, before)
+                self._places.passing(segment, before, header, found.watermark)
                 yield segment, walk, header
-            self._end_of_segment(index, walk)
+            self._end_of_segment(found, index, walk)
         finally:
             file.close()
 
-    def _end_of_segment(self, index: int, walk: FrameWalk) -> None:
+    def _end_of_segment(self, found: Survey, index: int, walk: FrameWalk) -> None:
         """Judge where the walk stopped: return if the segment ends well or torn, raise JournalDamaged if not."""
-        segment = self._survey.chain[index]
-        verdict = judge_segment(self._storage, self._survey, index, walk)
-        raise_if_damaged(self._survey, segment, verdict)
-        if index == len(self._survey.chain) - 1:
-            rest = judge_rest(self._storage, self._survey, verdict.end.offset)
-            self._end_of_journal(itertools.chain([(segment, verdict)], rest))
+        segment = found.chain[index]
+        verdict = judge_segment(self._storage, found, index, walk)
+        raise_if_damaged(found, segment, verdict)
+        if index == len(found.chain) - 1:
+            rest = judge_rest(self._storage, found, verdict.end.offset)
+            self._end_of_journal(found, itertools.chain([(segment, verdict)], rest))
 
-    def _end_of_journal(self, judged: Iterable[Judged]) -> None:
+    def _end_of_journal(self, found: Survey, judged: Iterable[Judged]) -> None:
         """Raise JournalDamaged for the first that is damaged; the first torn one is the tail."""
         tail = None
         for segment, verdict in judged:
-            raise_if_damaged(self._survey, segment, verdict)
+            raise_if_damaged(found, segment, verdict)
             if tail is None and isinstance(verdict, TornTail):
                 tail = TailInfo(segment.name, verdict.end.byte, verdict.length, verdict.reason)
         self.tail = tail
@@ -266,12 +314,19 @@ class JournalReader(Generic[E]):
 
     def get(self, offset: int) -> E:
         """One event by offset. Raises JournalMissing below the floor or beyond the end, JournalDamaged, OSError."""
+        self._forget_undurable()
         event: E = self._lookup(offset)
         return event
 
     def get_many(self, offsets: Iterable[int]) -> dict[int, E]:
         """Events by offset; each frame is decoded once."""
+        self._forget_undurable()
         return {offset: self._lookup(offset) for offset in sorted(set(offsets))}
+
+    def _forget_undurable(self) -> None:
+        """Others may be written in the place of events that were not durable when they were looked up."""
+        if not self._cached_is_durable:
+            self._cached = _NO_FRAME
 
     def _lookup(self, offset: int) -> Any:
         first, events = self._cached
@@ -281,49 +336,25 @@ class JournalReader(Generic[E]):
         return events[offset - first]
 
     def _load(self, offset: int) -> None:
-        try:
-            view = self._frame_of(offset)
-        except JournalMissing:  # the newest segment that this reader knew may be pruned by now
-            view = None
+        view = self._frame_of(offset)
         if view is None:  # perhaps written since this reader looked
             self.refresh()
-            self._index.clear()
             view = self._frame_of(offset)
         if view is None:
             raise JournalMissing(
                 f"{self.directory}: no event {offset}: the journal holds {self.first_offset} to {self.end_offset - 1}"
             )
         self._cached = (view.first_offset, self._decode(view))
+        self._cached_is_durable = view.first_offset + view.count <= self._survey.watermark
 
     def _frame_of(self, offset: int) -> FrameView | None:
-        index = bisect_right(self._starts, offset) - 1
-        if index < 0 or offset < self._survey.floor:
+        if offset < self._survey.floor:
             return None
-        segment = self._survey.chain[index]
-        if segment.first_offset not in self._index:
-            places = [(h.first_offset, w.position.byte - h.total_bytes) for _, w, h in self._headers(index)]
-            self._index[segment.first_offset] = ([p[0] for p in places], [p[1] for p in places])
-        offsets, bytes_ = self._index[segment.first_offset]
-        at = bisect_right(offsets, offset) - 1
-        if at < 0:
+        try:
+            with closing(self.frames(offset, offset + 1)) as views:
+                return next(views, None)
+        except JournalMissing:  # pruned just now
             return None
-        file, walk = self._open_walk(segment)
-        try:
-            header = walk.jump(bytes_[at], offsets[at])
-            if header is None or offset >= header.next_offset:
-                return None
-            view = self._view(segment, walk, header)
-            if view is None:
-                self._end_of_segment(index, walk)
-            return view
-        finally:
-            file.close()
-
-    def _open_walk(self, segment: SegmentFile) -> tuple[StorageFile, FrameWalk]:
-        try:
-            return open_walk(self._storage, segment, self.directory)
-        except FileNotFoundError as error:
-            raise JournalMissing(f"{segment.path}: gone since this reader looked; it may have been pruned") from error
 
     # ------------------------------------------------------------------ live
 
@@ -336,14 +367,17 @@ class JournalReader(Generic[E]):
     ) -> Iterator[tuple[int, E]]:
         """Events from ``start`` on for ever, waiting for new ones; ends when ``stop()`` is true and nothing is left.
 
-        It shows what is in the files, which may be a flush ahead of what is durable.
+        It shows what is in the files, which may be a flush ahead of what is durable. What a power cut takes away after
+        it was given is not taken back, and the events that a restarted run writes in its place, under the same
+        offsets, are never given: who must not act on an event that may be lost waits until ``watermark`` is above it,
+        or calls ``sync_read``. Raises what ``events`` does.
         """
         at = start
-        seen: tuple[int, int] | None = None
+        seen: object = None
         while True:
             stopping = stop is not None and stop()
             before, looked = at, self._signature()
-            if looked != seen:
+            if looked != seen or stopping:
                 self.refresh()
                 for offset, event in self.events(at):
                     yield offset, event
@@ -354,30 +388,46 @@ class JournalReader(Generic[E]):
                     return
                 sleep(poll_s)
 
-    def _signature(self) -> tuple[int, int]:
-        """Changes whenever there may be something new: newest segment file and its size."""
-        starts = [o for name in self._storage.list_names(self.directory) if (o := segment_offset(name)) is not None]
-        if not starts:
-            return (-1, 0)
-        newest = max(starts)
+    def _signature(self) -> object:
+        """Changes whenever there may be something new: a name, the size of a file that may grow, or the WATERMARK.
+
+        Those that may grow are the last one of the journal and, after it, such as had no preamble yet.
+        """
+        names = frozenset(self._storage.list_names(self.directory))
+        growing = [*self._survey.chain[-1:], *self._survey.headless]
+        sizes = tuple((file.first_offset, self._size(file.path)) for file in growing)
+        return names, sizes, read_watermark(self._storage, self.directory)
+
+    def _size(self, path: str) -> int:
         try:
-            file = self._storage.open(os.path.join(self.directory, segment_name(newest)))
+            file = self._storage.open(path)
         except FileNotFoundError:
-            return (newest, -1)
+            return -1
         try:
-            return (newest, file.size())
+            return file.size()
         finally:
             file.close()
 
     def sync_read(self) -> None:
-        """Sync every segment read so far, and the directory.
+        """Sync every segment read so far, unless it was pruned, and the directory.
 
-        Afterwards what was read can't vanish in a power cut (protocol rule 2). Raises OSError.
+        Afterwards what was read can't vanish in a power cut (protocol rule 2). Raises JournalMissing when a segment
+        is gone that was not pruned (its writer took it back: read again), OSError.
         """
-        for path in sorted(self._touched):
-            file = self._storage.open(path)
-            try:
-                file.sync()
-            finally:
-                file.close()
+        for first_offset in sorted(self._touched):
+            self._sync(os.path.join(self.directory, segment_name(first_offset)), first_offset)
         self._storage.sync_directory(self.directory)
+        self._touched.difference_update(segment.first_offset for segment in self._survey.chain[:-1])
+
+    def _sync(self, path: str, first_offset: int) -> None:
+        try:
+            file = self._storage.open(path)
+        except FileNotFoundError as error:
+            self.refresh()
+            if first_offset < self._survey.floor:
+                return
+            raise JournalMissing(f"{path}: gone, and not pruned: what was read in it may be there no more") from error
+        try:
+            file.sync()
+        finally:
+            file.close()

@@ -155,17 +155,6 @@ class FrameWalk:
         """Go on at a frame boundary that an earlier walk over the same segment reached."""
         self.position = self._before = position
 
-    def jump(self, byte: int, offset: int) -> FrameHeader | None:
-        """Step over the frame known to begin at ``byte``, without its chain (an earlier walk has checked it)."""
-        self.position = self._before = Position(byte, offset, 0, 0)
-        header = parse_frame_header(self.window.read(byte, HEADER_BYTES_LIMIT), f"{self.where} byte {byte}")
-        if isinstance(header, str):
-            return self._stop(header)
-        if header.first_offset != offset or byte + header.total_bytes > self.window.end:
-            return self._stop("not the frame that was here before")
-        self.position = Position(byte + header.total_bytes, header.next_offset, header.chain, 1)
-        return header
-
     def payload(self, header: FrameHeader) -> bytes | None:
         """Stored payload of the frame just stepped over; None, with the walk set back before it, if its CRC fails."""
         start = self.position.byte - header.stored_bytes

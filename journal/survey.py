@@ -35,7 +35,10 @@ class FileSource:
 
 @dataclass(slots=True)
 class SegmentFile:
-    """One file with a segment's name. ``named_bytes`` is the length that its successor states (None for the last)."""
+    """One file with a segment's name, as one survey found it, and never shared with another.
+
+    ``named_bytes`` is the length that its successor states (None for the last).
+    """
 
     first_offset: int
     path: str
@@ -47,6 +50,10 @@ class SegmentFile:
     @property
     def name(self) -> str:
         return segment_name(self.first_offset)
+
+    def as_found(self) -> SegmentFile:
+        """The same for another survey, which finds out itself what is named."""
+        return SegmentFile(self.first_offset, self.path, self.size, self.preamble, self.problem)
 
 
 NOTHING_KNOWN: Final[Mapping[str, SegmentFile]] = MappingProxyType({})
@@ -96,16 +103,19 @@ class Survey:
 def survey_again(storage: Storage, directory: str, before: Survey) -> Survey:
     """The directory as it is now, for one who has looked before: only preambles that may be new are read.
 
-    What the same incarnation has put a successor behind is never written again; after a take-over all is read anew.
-    Only a repair in between can make a known preamble untrue, which the chain of the frames then shows as damage: open
-    a new reader after one. Raises what ``survey`` does.
+    What has a successor is never written again by the same incarnation, so its preamble and size are taken from the
+    look before. After a take-over, and when the successor is gone, all is read anew. What this look can't see is what
+    no writer does: a known file that decays, or is replaced by a repair, a copy or another release. Its frames are
+    judged whenever they are read, by the preamble known before; only a new reader, ``verify`` or an opening looks at
+    the preamble itself. Raises what ``survey`` does.
     """
     known = {file.name: file for file in before.chain[:-1]}
     try:
         found = survey(storage, directory, known=known)
     except JournalDamaged:
         return survey(storage, directory)
-    return found if found.incarnation == before.incarnation else survey(storage, directory)
+    went_on = found.incarnation == before.incarnation and not (found.chain and found.chain[-1].name in known)
+    return found if went_on else survey(storage, directory)
 
 
 def survey(
@@ -159,7 +169,7 @@ def _segment_files(
     files = []
     for name in sorted(storage.list_names(directory)):
         if (looked_at := known.get(name)) is not None:
-            files.append(looked_at)
+            files.append(looked_at.as_found())
             continue
         first = segment_offset(name)
         if first is None or name in without:
