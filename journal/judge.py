@@ -107,8 +107,8 @@ def _another_by_now(storage: Storage, found: Survey, segment: SegmentFile, at: P
     """Whether the bad bytes in a file after which nothing is known durable are not what is there now.
 
     Beside a running writer, a file seen before its first write may be whole by now, one without a durable frame may
-    have been begun anew, and bytes that were never durable may have been cut and written anew. Then this look simply
-    ends before them.
+    have been begun anew, and bytes that were never durable may have been cut and written anew, those before the bad
+    ones included: so all is walked once more. Then this look simply ends before them.
     """
     try:
         if look_at(storage, segment.path, segment.first_offset).preamble != segment.preamble:
@@ -119,7 +119,10 @@ def _another_by_now(storage: Storage, found: Survey, segment: SegmentFile, at: P
     except FileNotFoundError:  # an opening writer has just cut it
         return True
     try:
-        again.resume(at)
+        while again.position.offset < at.offset and again.step() is not None:
+            pass
+        if again.position[:3] != at[:3]:
+            return True
         header = again.step()
         return header is not None and again.payload(header) is not None
     finally:
