@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 from .clock import Clock
 from .errors import JournalError, JournalEventRefused, JournalOverrun
 from .flusher import Flusher
-from .frames import Batch, EventTypes
+from .format import RAW_BYTES_MAX
+from .frames import Batch, EventTypes, Later
 from .options import EVENT_OVERHEAD_BYTES, JournalOptions
 from .waiters import fresh
 
@@ -25,8 +26,8 @@ class EventQueue(Generic[E]):
 
     # `append` runs a few hundred thousand times a second: slots are found faster than the entries of a large dict.
     __slots__ = (
-        "__weakref__", "_appended_cost", "_classes", "_clock", "_encode", "_flusher", "_idle", "_limit", "_lock",
-        "_next", "_pending", "_pending_cost", "_pending_since", "_refusal", "_rotate_next", "_sealed", "_unbuilt",
+        "__weakref__", "_appended_cost", "_classes", "_clock", "_encode", "_first", "_flusher", "_idle", "_limit",
+        "_lock", "_pending", "_pending_cost", "_pending_since", "_refusal", "_rotate_next", "_sealed", "_unbuilt",
         "_wake", "directory", "options",
     )  # fmt: skip
     _flusher: Flusher
@@ -40,13 +41,13 @@ class EventQueue(Generic[E]):
         self._encode = types.encode_checked if options.check_events else types.encode
         self._clock = clock
         self._lock = threading.Lock()
-        self._pending: list[bytes | Callable[[], bytes]] = []
+        self._first = next_offset
+        self._pending: list[bytes | Later] = []
         self._unbuilt = False
         self._pending_since = clock.monotonic()
         self._pending_cost = 0
         self._sealed: list[Batch] = []
         self._rotate_next = False
-        self._next = next_offset
         self._appended_cost = 0
         self._limit = options.backlog_max_bytes
         self._refusal: JournalError | None = None
@@ -56,7 +57,8 @@ class EventQueue(Generic[E]):
     @property
     def next_offset(self) -> int:
         """Offset that the next event will get."""
-        return self._next
+        with self._lock:
+            return self._first + len(self._pending)
 
     def append(self, event: E) -> int:
         """Encode and queue one event; its offset. No I/O; about half a microsecond.
@@ -72,9 +74,9 @@ class EventQueue(Generic[E]):
             if total > self._limit:
                 self._admit(total)
             self._appended_cost = total
-            offset = self._next
-            self._next = offset + 1
-            self._pending.append(data)
+            pending = self._pending
+            offset = self._first + len(pending)
+            pending.append(data)  # the one step that makes it an event: an interrupt may come between any two
         return offset
 
     def append_later(self, build: Callable[[], E], bytes_max: int) -> int:
@@ -82,27 +84,29 @@ class EventQueue(Generic[E]):
 
         For large events, whose making would hold up the caller. ``build`` is called once, on the flush thread (in
         ``pump``, if there is none), and what it makes is there when ``flushed`` returns; it may use nothing that
-        changes meanwhile. ``bytes_max``: what its encoding takes at most, for the bound of the backlog. If it raises,
-        or makes something that is no event of this journal, the journal fails: its offset is given already.
-        Raises as ``append`` does, but for JournalEventRefused.
+        changes meanwhile. ``bytes_max``: what it holds until then and what its encoding takes, at most, for the bound
+        of the backlog. If it raises, or makes something that is no event of this journal, the journal fails, with
+        everything before that event durable: its offset is given already.
+        Raises as ``append`` does, but for JournalEventRefused; JournalError for a ``bytes_max`` that is no size.
         """
-
-        def encoded() -> bytes:
-            event = build()
-            if type(event) not in self._classes:
-                raise JournalEventRefused(f"{type(event).__name__} is not one of this journal's event types")
-            return self._encode(event)
-
+        if not 0 <= bytes_max <= RAW_BYTES_MAX:
+            raise JournalError(f"bytes_max is {bytes_max}: give the size of the event, at most {RAW_BYTES_MAX} bytes")
+        later = Later(build, self._encoded, bytes_max + EVENT_OVERHEAD_BYTES)
         with self._lock:
-            total = self._appended_cost + bytes_max + EVENT_OVERHEAD_BYTES
+            total = self._appended_cost + later.cost_bytes
             if total > self._limit:
                 self._admit(total)
             self._appended_cost = total
-            offset = self._next
-            self._next = offset + 1
-            self._pending.append(encoded)
             self._unbuilt = True
+            pending = self._pending
+            offset = self._first + len(pending)
+            pending.append(later)
         return offset
+
+    def _encoded(self, event: E) -> bytes:
+        if type(event) not in self._classes:
+            raise JournalEventRefused(f"{type(event).__name__} is not one of this journal's event types")
+        return self._encode(event)
 
     def _admit(self, total: int) -> None:
         """The slow path of ``append``, under the lock: wake an idle flush thread, or refuse."""
@@ -139,28 +143,32 @@ class EventQueue(Generic[E]):
             if self._appended_cost + cost > self._limit:
                 self._admit(self._appended_cost + cost)
             self._seal_pending()
+            batch = Batch(self._first, [data], cost, True, True, self._clock.monotonic())
             self._appended_cost += cost
             self._pending_cost = self._appended_cost
-            offset = self._next
-            self._next = offset + 1
-            self._sealed.append(Batch(offset, [data], cost, True, True, self._clock.monotonic()))
             self._rotate_next = False
-        return offset
+            self._queue(batch)
+        return batch.first_offset
 
     def _seal_pending(self) -> None:
         """Under the lock: make a batch of what is pending."""
         now = self._clock.monotonic()
         if self._pending:
             cost = self._appended_cost - self._pending_cost
-            first = self._next - len(self._pending)
-            self._sealed.append(
-                Batch(first, self._pending, cost, self._rotate_next, False, self._pending_since, self._unbuilt)
+            batch = Batch(
+                self._first, self._pending, cost, self._rotate_next, False, self._pending_since, self._unbuilt
             )
-            self._pending = []
             self._unbuilt = False
             self._rotate_next = False
+            self._queue(batch)
         self._pending_since = now
         self._pending_cost = self._appended_cost
+
+    def _queue(self, batch: Batch) -> None:
+        """Under the lock, in an order in which an interrupt leaves offsets that the sink refuses, never wrong ones."""
+        self._sealed.append(batch)
+        self._pending = []
+        self._first = batch.first_offset + len(batch.events)
 
     def _take(self) -> list[Batch]:
         """For the flusher: everything queued so far."""

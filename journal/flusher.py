@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from .clock import Clock
 from .errors import JournalFailed
-from .frames import Batch, FrameSealer, SealedFrame
+from .frames import Batch, FrameSealer, SealedFrame, Unbuildable
 from .lock import DirectoryLock
 from .options import JournalMetrics, JournalOptions
 from .sink import SegmentSink
@@ -42,6 +42,7 @@ class Flusher:
             level=options.compression_level, events_max=options.frame_events_max, bytes_max=options.frame_bytes_max
         )
         self._frames: deque[SealedFrame] = deque()
+        self._unbuildable: JournalFailed | None = None
         self._one_at_a_time = threading.Lock()
         self._last_flush = self._last_heartbeat = clock.monotonic()
         self._commit_started: float | None = None
@@ -84,6 +85,10 @@ class Flusher:
             wait = max(wait, min(backoff, self._options.failure_backoff_ms_max) / 1e3)
         return max(0.0, self._last_flush + wait - self._clock.monotonic())
 
+    def holds_off(self) -> bool:
+        """Whether the time after a failure is not over yet."""
+        return self._failures_in_a_row > 0 and self.delay_s() > 0
+
     # ------------------------------------------------------------------ one cycle
 
     def cycle(self) -> JournalFailed | None:
@@ -94,12 +99,16 @@ class Flusher:
             self.urgent = False
             self._last_flush = self._clock.monotonic()
             try:
+                self._heartbeat()
                 self._gather()
                 self.worked = bool(self._frames)
                 if self._frames:
+                    if self._failures_in_a_row:  # it may have been long: somebody may have taken over since
+                        self._dir_lock.check()
                     self._commit()
                 self._sink.advance_watermark()
-                self._heartbeat()
+                if self._unbuildable is not None:
+                    raise self._unbuildable
             except JournalFailed as error:
                 self.failed = True
                 self.last_error = str(error)
@@ -110,19 +119,21 @@ class Flusher:
             return None
 
     def _gather(self) -> None:
+        if self._unbuildable is not None:
+            return
         batches = self._take()
         if batches and self._taken_since is None:
             self._taken_since = batches[0].queued_since
         for batch in batches:
             try:
-                frames = self._sealer.seal(batch)
-            except Exception as error:
-                last = batch.first_offset + len(batch.events) - 1
-                raise JournalFailed(
-                    f"one of events {batch.first_offset} to {last} can't be built: {error!r}"
-                ) from error
-            self._frames.extend(frames)
-            self._raw_bytes += sum(frame.raw_bytes for frame in frames)
+                self._sealer.seal(batch, self._frames)
+            except Unbuildable as error:
+                self._unbuildable = JournalFailed(
+                    f"{self._sink.directory}: event {error.offset} can't be built: {error.cause!r}. What came before "
+                    f"it is durable. Mend what builds it and start again."
+                )
+                self._unbuildable.__cause__ = error.cause
+                return
 
     def _commit(self) -> None:
         self._commit_started = self._clock.monotonic()
@@ -139,6 +150,7 @@ class Flusher:
             self._sync_smooth_s += (took - self._sync_smooth_s) / (4 if took > self._sync_smooth_s else 16)
             self._commit_started = now
         self.syncs += 1
+        self._raw_bytes += sum(frame.raw_bytes for frame in group)
         self.durable_cost += sum(frame.cost_bytes for frame in group)
         self._taken_since = self._frames[0].queued_since if self._frames else None
         self.durable_upto = self._sink.durable_upto

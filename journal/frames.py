@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types as builtin_types
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple, Union, get_args, get_origin
@@ -13,6 +14,7 @@ import msgspec
 import zstandard
 
 from .errors import JournalError, JournalEventRefused
+from .format import RAW_BYTES_MAX
 from .options import EVENT_OVERHEAD_BYTES
 
 
@@ -51,11 +53,19 @@ def _classes(types: Any) -> tuple[type, ...]:
     return (types,)
 
 
+class Later(NamedTuple):
+    """An event that is still to be built and encoded, and what it counts for in the backlog."""
+
+    build: Callable[[], Any]
+    encode: Callable[[Any], bytes]
+    cost_bytes: int
+
+
 class Batch(NamedTuple):
-    """Events in a row, as they were queued: encoded, or (``unbuilt``: some of them) what is to encode them."""
+    """Events in a row, as they were queued: encoded, or (``unbuilt``: some of them) still to be built."""
 
     first_offset: int
-    events: list[bytes | Callable[[], bytes]]
+    events: list[bytes | Later]
     cost_bytes: int
     new_segment: bool
     image: bool
@@ -81,6 +91,22 @@ class SealedFrame(NamedTuple):
         return self.first_offset + self.events
 
 
+class Unbuildable(Exception):
+    """An event of ``append_later`` that can't be built, and why."""
+
+    def __init__(self, offset: int, cause: Exception) -> None:
+        super().__init__(offset, cause)
+        self.offset = offset
+        self.cause = cause
+
+
+def _built(later: Later) -> bytes:
+    data = later.encode(later.build())
+    if len(data) > RAW_BYTES_MAX - ARRAY_HEADER_BYTES_MAX:
+        raise JournalEventRefused(f"it takes {len(data)} bytes, a frame holds at most {RAW_BYTES_MAX}")
+    return data
+
+
 class FrameSealer:
     """Compresses batches. It owns its compressor: one shared between threads crashes the process."""
 
@@ -89,21 +115,20 @@ class FrameSealer:
         self._events_max = events_max
         self._bytes_max = bytes_max
 
-    def seal(self, batch: Batch) -> list[SealedFrame]:
+    def seal(self, batch: Batch, into: deque[SealedFrame]) -> None:
         """One frame, or several when the batch exceeds a frame's limits; a single larger event gets its own.
 
-        The frames' costs add up to the batch's. Raises what building an event raises.
+        The frames' costs add up to the batch's. The batch's events are let go of as they get into a frame. Raises
+        Unbuildable, with everything before that event sealed.
         """
-        events: Any = batch.events
         if batch.unbuilt:
-            events = [event if isinstance(event, bytes) else event() for event in batch.events]
-            raw_bytes = sum(map(len, events))
-        else:
-            raw_bytes = batch.cost_bytes - EVENT_OVERHEAD_BYTES * len(events)
-        if len(events) <= self._events_max and raw_bytes <= self._bytes_max:
-            return [self._seal(batch, events, 0, batch.cost_bytes)]
+            self._seal_unbuilt(batch, into)
+            return
+        events: Any = batch.events
+        if len(events) <= self._events_max and batch.cost_bytes <= self._bytes_max + EVENT_OVERHEAD_BYTES * len(events):
+            into.append(self._seal(batch, events, 0, batch.cost_bytes))
+            return
         ends = list(accumulate(map(len, events)))
-        frames: list[SealedFrame] = []
         start = done = 0
         cost_left = batch.cost_bytes
         while start < len(ends):
@@ -112,9 +137,31 @@ class FrameSealer:
             cost = ends[stop - 1] - done + EVENT_OVERHEAD_BYTES * (stop - start)
             if stop == len(ends):
                 cost = cost_left
-            frames.append(self._seal(batch, events[start:stop], start, cost))
+            into.append(self._seal(batch, events[start:stop], start, cost))
+            events[start:stop] = [b""] * (stop - start)
             start, done, cost_left = stop, ends[stop - 1], cost_left - cost
-        return frames
+
+    def _seal_unbuilt(self, batch: Batch, into: deque[SealedFrame]) -> None:
+        """The same, building one event after the other."""
+        events, cost_left = batch.events, batch.cost_bytes
+        group: list[bytes] = []
+        start = size = cost = 0
+        for index, event in enumerate(events):
+            events[index] = b""
+            try:
+                data = event if isinstance(event, bytes) else _built(event)
+            except Exception as error:
+                if group:
+                    into.append(self._seal(batch, group, start, cost))
+                raise Unbuildable(batch.first_offset + index, error) from error
+            if group and (len(group) == self._events_max or size + len(data) > self._bytes_max):
+                into.append(self._seal(batch, group, start, cost))
+                cost_left -= cost
+                group, start, size, cost = [], index, 0, 0
+            group.append(data)
+            size += len(data)
+            cost += len(data) + EVENT_OVERHEAD_BYTES if isinstance(event, bytes) else event.cost_bytes
+        into.append(self._seal(batch, group, start, cost_left))
 
     def _seal(self, batch: Batch, events: list[bytes], start: int, cost: int) -> SealedFrame:
         raw = array_header(len(events)) + b"".join(events)
@@ -131,6 +178,9 @@ class FrameSealer:
             cost,
             batch.queued_since,
         )
+
+
+ARRAY_HEADER_BYTES_MAX = 5
 
 
 def array_header(count: int) -> bytes:

@@ -94,7 +94,7 @@ class DirectoryLock:
                 os.getpid(),
                 process_start(os.getpid()),
                 os.urandom(8).hex(),
-                0,
+                previous.incarnation if previous is not None else 0,
                 now,
                 now,
             )
@@ -104,6 +104,11 @@ class DirectoryLock:
         except BaseException:
             lock.release()
             raise
+
+    @property
+    def incarnation(self) -> int:
+        """The highest that this lock was held by, as far as LOCK tells: ours, once ``heartbeat`` has been told it."""
+        return self._holder.incarnation
 
     @property
     def file_lock(self) -> StorageLock:

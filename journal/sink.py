@@ -23,13 +23,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .clock import Clock
-from .errors import JournalFenced, JournalUnsupported
+from .errors import JournalFailed, JournalFenced, JournalUnsupported
 from .format import (
     COMPAT_IMAGE,
     NO_PREDECESSOR,
     pack_frame_header,
     pack_preamble,
     segment_name,
+    segment_offset,
 )
 from .frames import SealedFrame
 from .marks import WatermarkFile
@@ -68,7 +69,7 @@ class SegmentSink:
         still_owner: Callable[[], None],
     ) -> None:
         self._storage = storage
-        self._directory = directory
+        self.directory = directory
         self._journal_id = journal_id
         self._incarnation = incarnation
         self._link = link
@@ -99,10 +100,11 @@ class SegmentSink:
         """Make frames durable in order, taking each group from the left once it is; ``on_group`` is told then.
 
         Raises OSError with the remaining frames still in ``frames`` and this sink ready to try again, and
-        JournalFenced when a newer incarnation owns the directory.
+        JournalFenced when a newer incarnation owns the directory, JournalFailed for frames that are not dense.
         """
         while frames:
             group = self._next_group(frames)
+            self._check_dense(group)
             self._commit_group(group)
             for _ in group:
                 frames.popleft()
@@ -111,10 +113,20 @@ class SegmentSink:
             self.advance_watermark()
             on_group(group)
 
+    def _check_dense(self, group: list[SealedFrame]) -> None:
+        """An interrupt in the middle of ``rotate`` may leave a gap or a repetition in the queue."""
+        due = self.durable_upto
+        for frame in group:
+            if frame.first_offset != due:
+                raise JournalFailed(
+                    f"{self.directory}: event {frame.first_offset} is queued where event {due} is due, after an "
+                    f"interrupt. Nothing from there on was durable. Start again."
+                )
+            due = frame.next_offset
+
     def _next_group(self, frames: deque[SealedFrame]) -> list[SealedFrame]:
         """Frames from the left that go into one segment behind one sync; rotates before the first if need be."""
         first = frames[0]
-        assert first.first_offset == self.durable_upto, "frames are dense"
         if self._bytes and (first.new_segment or self._bytes + len(first.stored) > self._segment_bytes_max):
             self._leave_segment()
         group = [first]
@@ -141,7 +153,7 @@ class SegmentSink:
         try:
             self._file.sync()
             if fresh:
-                self._storage.sync_directory(self._directory)
+                self._storage.sync_directory(self.directory)
         except OSError:
             self._abandon(self._file)
             raise
@@ -192,18 +204,39 @@ class SegmentSink:
         What is there of that name is our own, left behind by a failure, or a zombie's of an older incarnation, or we
         are the zombie: then it is the newer incarnation's, and not touched.
         """
-        path = os.path.join(self._directory, segment_name(first_offset))
+        path = os.path.join(self.directory, segment_name(first_offset))
         self._first_offset = first_offset
+        self._still_owner()  # a zombie's new segment could hide what its successor has opened and not yet gone on from
         try:
             file = self._storage.create(path)
         except FileExistsError:
-            self._still_owner()
             self._clear_the_way(path)
             file = self._storage.create(path)
         self._abandoned = None
         return file
 
     def _clear_the_way(self, path: str) -> None:
+        found = self._incarnation_of(path)
+        if found is not None and found > self._incarnation:
+            self._fence(path, found)
+        if path == self._abandoned and found in (None, self._incarnation):
+            for name in self._storage.list_names(self.directory):  # a successor may have gone on from what is left
+                first = segment_offset(name)
+                if first is not None and first > self._first_offset:
+                    later = self._incarnation_of(os.path.join(self.directory, name))
+                    if later is not None and later > self._incarnation:
+                        self._fence(name, later)
+            self._storage.remove(path)
+            return
+        if found == self._incarnation:
+            self._fence(path, found)
+        who = "unreadable" if found is None else f"incarnation-{found}"
+        aside = f"{path}.zombie-{who}-{self._clock.wall_ns()}"
+        logger.warning("%s was in the way of incarnation %d: moved to %s", path, self._incarnation, aside)
+        self._storage.rename(path, aside)
+
+    def _incarnation_of(self, path: str) -> int | None:
+        """Of a segment's writer; None if its preamble can't be read. Raises JournalFenced for a later version's."""
         file = self._storage.open(path)
         try:
             preamble = read_preamble(file, path)
@@ -211,18 +244,12 @@ class SegmentSink:
             raise JournalFenced(f"{error} It is in the way of incarnation {self._incarnation}, which stops") from error
         finally:
             file.close()
-        found = None if isinstance(preamble, str) else preamble.incarnation
-        if path == self._abandoned and found in (None, self._incarnation):
-            self._storage.remove(path)
-            return
-        if found is not None and found >= self._incarnation:
-            raise JournalFenced(
-                f"{path}: written by incarnation {found}; this writer is incarnation {self._incarnation} and stops"
-            )
-        who = "unreadable" if found is None else f"incarnation-{found}"
-        aside = f"{path}.zombie-{who}-{self._clock.wall_ns()}"
-        logger.warning("%s was in the way of incarnation %d: moved to %s", path, self._incarnation, aside)
-        self._storage.rename(path, aside)
+        return None if isinstance(preamble, str) else preamble.incarnation
+
+    def _fence(self, path: str, found: int) -> None:
+        raise JournalFenced(
+            f"{path}: written by incarnation {found}; this writer is incarnation {self._incarnation} and stops"
+        )
 
     def _cut_back(self, file: StorageFile) -> None:
         """After a failed write: remove what it may have left, or leave the segment."""
@@ -236,7 +263,7 @@ class SegmentSink:
         with contextlib.suppress(OSError):
             file.truncate(self._bytes)  # not relied on: bytes beyond what a successor names are not read
         if self._bytes == 0:
-            self._abandoned = os.path.join(self._directory, segment_name(self._first_offset))
+            self._abandoned = os.path.join(self.directory, segment_name(self._first_offset))
         self._leave_segment()
 
     def _leave_segment(self) -> None:
@@ -247,7 +274,7 @@ class SegmentSink:
             try:
                 file.close()
             except OSError as error:
-                logger.warning("closing a segment of %s: %s", self._directory, error)
+                logger.warning("closing a segment of %s: %s", self.directory, error)
 
     def advance_watermark(self) -> None:
         """State ``durable_upto`` if that is not stated yet.
@@ -263,7 +290,7 @@ class SegmentSink:
         except OSError as error:
             self.watermark_failures += 1
             if self.watermark_failures == 1:
-                logger.warning("%s: WATERMARK could not be written: %s", self._directory, error)
+                logger.warning("%s: WATERMARK could not be written: %s", self.directory, error)
 
     def sync_watermark(self) -> None:
         """Make the statement about ``durable_upto`` survive a power cut. Raises OSError."""
@@ -273,7 +300,7 @@ class SegmentSink:
                 raise OSError("WATERMARK could not be written")
             self._watermark.sync()
         except OSError:
-            logger.warning("%s: WATERMARK could not be synced: replacing it", self._directory)
+            logger.warning("%s: WATERMARK could not be synced: replacing it", self.directory)
             self._watermark.replace(self.durable_upto, self._clock.wall_ns())
             self.watermark_behind = False
 

@@ -74,7 +74,7 @@ class _Naming:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = self.path
 
 
@@ -120,7 +120,8 @@ class RealFile:
         """Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            with _Naming(self.path):
+                os.close(fd)
 
 
 class RealLock:
@@ -185,7 +186,8 @@ class RealStorage:
         """Lock the file (made if absent) without waiting; None if another open file holds the lock."""
         file = RealFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), path)
         try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _Naming(path):
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             return None

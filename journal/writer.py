@@ -139,8 +139,8 @@ class JournalWriter(EventQueue[E]):
         """Return once ``offset`` is durable. It does not hurry the flush. Raises JournalFailed, JournalClosed."""
         if offset < self._flusher.durable_upto:
             return
-        if offset >= self._next:
-            raise JournalError(f"{self.directory}: event {offset} was not appended yet (next is {self._next})")
+        if offset >= (upto := self.next_offset):
+            raise JournalError(f"{self.directory}: event {offset} was not appended yet (next is {upto})")
         await self._waiters.durable(offset)
 
     async def drain(self) -> None:
@@ -153,7 +153,7 @@ class JournalWriter(EventQueue[E]):
 
         Raises JournalFailed, JournalTimeout (also unthreaded, when the storage keeps refusing).
         """
-        target = self._next
+        target = self.next_offset
         if self._thread is None:
             self._sync_by_pumping(target)
         else:
@@ -251,6 +251,8 @@ class JournalWriter(EventQueue[E]):
         while True:
             self._wake.wait(self.options.heartbeat_s if self._idle else self._flusher.delay_s())
             self._wake.clear()
+            if self._flusher.holds_off():
+                continue  # woken by who wants it durable now: after a failure that is not sooner
             try:
                 failure = self._flusher.cycle()
             except BaseException as error:  # a bug must end the journal loudly, not its thread silently
@@ -284,7 +286,9 @@ class JournalWriter(EventQueue[E]):
         with self._lock:
             since = [b.queued_since for b in self._sealed[:1]] + ([self._pending_since] if self._pending else [])
             return self._flusher.metrics(
-                next_offset=self._next, appended_cost=self._appended_cost, queued_since=min(since, default=None)
+                next_offset=self._first + len(self._pending),
+                appended_cost=self._appended_cost,
+                queued_since=min(since, default=None),
             )
 
     def prune(self, before_offset: int) -> PruneReport:
@@ -319,7 +323,7 @@ class JournalWriter(EventQueue[E]):
         try:
             if not failed:
                 self.sync(timeout_s)
-            elif self._flusher.durable_upto < self._next and self._refusal is not None:
+            elif self._flusher.durable_upto < self.next_offset and self._refusal is not None:
                 raise fresh(self._refusal)
         finally:
             self._shut(join_s=_JOIN_S if timeout_s is None else min(timeout_s, _JOIN_S))

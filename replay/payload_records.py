@@ -27,8 +27,9 @@ Span = tuple[int, int, int]
 PAYLOAD_DIRECTORY: Final = "payloads"
 
 _RECORD_BYTES: Final = 256
-"""A record's numbers and lengths, with metrics; generous."""
+"""A record's numbers and lengths; generous."""
 _SPAN_BYTES: Final = 28
+_METRIC_BYTES: Final = 14
 _CHECKSUM_HEAD: Final = struct.Struct("<4sIIId")
 _CHECKSUM_SPAN: Final = struct.Struct("<QQQ")
 
@@ -184,12 +185,16 @@ class Unsealed:
     """A finished attempt whose checksum and records the journal's flush thread makes, off the generating thread.
 
     ``record`` is for ``JournalWriter.append_later``; once that offset is durable, ``payload`` is the sealed attempt.
-    ``payload`` as given has no checksum yet (any number). Arguments as for ``sealed_record``.
+    ``payload`` as given has no checksum yet (any number). Arguments as for ``sealed_record``; ValueError, at once, if
+    they can't be a record.
     """
 
     __slots__ = ("_chunks", "_first", "_t", "payload")
 
     def __init__(self, t: int, payload: Payload, first: int, chunks: Sequence[int]) -> None:
+        total = _token_count(payload.token_ids, payload.logprobs)
+        if not 0 <= first <= total:
+            raise ValueError(f"the rest from token {first} on of {total} tokens")
         self._t = t
         self._first = first
         self._chunks = tuple(chunks)
@@ -197,10 +202,11 @@ class Unsealed:
 
     @property
     def bytes_max(self) -> int:
-        """What the record takes in a frame, at most."""
+        """What it holds until then, and what the record takes in a frame, at most."""
         made, chunks = self.payload, 9 * len(self._chunks)
-        arrays = len(made.prompt_ids) + len(made.token_ids) + len(made.logprobs) - 8 * self._first
-        return arrays + _RECORD_BYTES + _SPAN_BYTES * len(made.weight_spans) + chunks
+        arrays = len(made.prompt_ids) + len(made.token_ids) + len(made.logprobs)
+        metrics = sum(_METRIC_BYTES + len(name.encode()) for name in made.metrics)
+        return arrays + _RECORD_BYTES + _SPAN_BYTES * len(made.weight_spans) + chunks + metrics
 
     def record(self) -> SealedRecord:
         """Sum up, shuffle, build."""

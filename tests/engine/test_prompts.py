@@ -76,7 +76,7 @@ def test_a_position_at_the_end_means_the_next_epoch(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 2**40), st.integers(0, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_permutation_holds_each_row_once(count: int, seed: int, epoch: int) -> None:
     """For any size, seed and epoch; and asked again it is the same."""
     order = list(permutation(count, seed, epoch))

@@ -83,7 +83,7 @@ def buffers(draw: st.DrawFn) -> tuple[list[Slot], int, int, int, int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(buffer=buffers(), freshest=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_select_and_evict_follow_the_rules(name: str, buffer: tuple[Any, ...], freshest: bool) -> None:
     """Which groups a step takes and which are too old, over random buffers."""
     slots, version, age, least, most = buffer

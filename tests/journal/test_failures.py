@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import random
 import threading
 import time
@@ -592,10 +593,14 @@ def test_the_watermark_is_never_ahead_of_the_disk(op: str) -> None:
 
 @nothing_else_is_refused
 def test_a_zombie_that_runs_ahead_counts_for_nothing() -> None:
-    """A zombie's later segments and its WATERMARK beyond the newer incarnation's end are neither read nor damage."""
+    """A zombie's later segments and its WATERMARK beyond the newer incarnation's end are neither read nor damage.
+
+    Its own look at LOCK is stale, as a shared file system may show it.
+    """
     storage = SimStorage()
     storage.enforce_locks = False
     old = open_writer(storage, take_over=True, heartbeat_s=1e9)
+    old._flusher._sink._still_owner = lambda: None
     old.append(Note(0))
     old.sync()
     new = open_writer(storage, take_over=True)
@@ -631,6 +636,26 @@ def test_what_a_later_version_left_in_the_way_is_not_put_aside(longer: int) -> N
         writer.sync()
     assert storage.content(f"{DIRECTORY}/{1:020d}.zst") == in_the_way
     assert not any("zombie" in name for name in storage.list_names(DIRECTORY))
+
+
+def test_those_who_wait_for_durability_do_not_shorten_the_time_after_a_failure() -> None:
+    """However many call ``sync``: a short outage is waited out, not met so often that it ends the journal."""
+    storage = SimStorage()
+    writer = open_writer(storage, threaded=True, failure_backoff_ms=150, failure_backoff_ms_max=150)
+    tries: list[float] = []
+    storage.hook = lambda op, path: tries.append(time.monotonic()) if op == "sync" and path.endswith(".zst") else None
+    storage.fail("sync", errno.EIO, name=".zst", times=2)
+    writer.append(Note(0))
+    waiting = [threading.Thread(target=writer.sync, args=(10,)) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+        time.sleep(0.02)
+    for thread in waiting:
+        thread.join(10)
+    assert writer.durable_upto == 1
+    assert len(tries) == 3
+    assert min(after - before for before, after in itertools.pairwise(tries)) > 0.14
+    writer.close()
 
 
 class ManualClock:

@@ -126,6 +126,7 @@ def test_an_idle_writer_wakes_for_the_next_event(tmp_path: Path, monkeypatch: py
         wait_until(lambda: writer.durable_upto == 1)
 
 
+@nothing_else_is_refused
 def test_rotation_by_size_and_image(tmp_path: Path) -> None:
     """Segments rotate at their size; the newest image is found from preambles; events before it are hopped over."""
     with open_writer(tmp_path, segment_bytes_max=4000, compression_level=1) as writer:

@@ -138,7 +138,7 @@ def mutated(lines: list[Json], changes: list[tuple[int, int, Any]]) -> str:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(changes=mutations, foreign=st.booleans())
 @example(changes=[(0, 1, "x")], foreign=True)
 @example(changes=[(1, 4, math.nan)], foreign=True)

@@ -103,7 +103,7 @@ def test_restores_of_restores() -> None:
     power=st.sampled_from(["", "drop", "tear", "keep"]),
     rows=st.integers(1, 9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_size_of_everything(**drawn: Any) -> None:
     """Hypothesis looks for a size at which a promise breaks, and shrinks it."""
     case = small(
