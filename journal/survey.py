@@ -130,10 +130,12 @@ def survey(
     _must_exist(storage, directory)
     while True:
         floor_mark = read_floor(storage, directory)
+        # Beside a pruning writer the floor may have risen between the two looks; then what is missing was pruned.
         try:
-            return _survey_once(storage, directory, floor_mark, without, known)
+            found = _survey_once(storage, directory, floor_mark, without, known)
+            if found.chain or found.headless or read_floor(storage, directory) == floor_mark:
+                return found
         except JournalDamaged:
-            # Beside a pruning writer the floor may have risen between the two looks; then what is missing was pruned.
             if read_floor(storage, directory) == floor_mark:
                 raise
 

@@ -6,6 +6,7 @@ It must never call a healthy journal damaged, never stall, and never give what i
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -173,6 +174,62 @@ def test_a_follower_goes_on_beside_files_of_higher_names(kind: str, ahead: int) 
 
 
 @nothing_else_is_refused
+@pytest.mark.parametrize("late", ["zeros", "the end of a frame", "the end of a preamble", "a segment"])
+def test_a_follower_sees_what_comes_late(late: str) -> None:
+    """Bytes that were not there yet at the look before, in a file of the same name, of the same size or another."""
+    storage = SimStorage()
+    writer = open_writer(storage)
+    write(writer, 2)
+    early = storage.snapshot(DIRECTORY)
+    if late in ("zeros", "the end of a frame"):
+        write(writer)
+        name, left = f"{0:020d}.zst", 50
+    else:
+        writer.rotate()
+        write(writer)
+        name, left = f"{2:020d}.zst", 200
+    whole = storage.snapshot(DIRECTORY)
+    if late == "a segment":
+        early.pop(name, None)
+    else:
+        early[name] = whole[name][:-left] + (bytes(left) if late == "zeros" else b"")
+    if late != "zeros":
+        whole["WATERMARK"] = early["WATERMARK"]  # can't be written
+    storage = SimStorage.of(DIRECTORY, early)
+    naps = 0
+
+    def sleep(_: float) -> None:
+        nonlocal naps
+        naps += 1
+        assert len(got) == (2 if naps < 4 else 3)
+        for changed in whole if naps == 3 else ():
+            storage.put(f"{DIRECTORY}/{changed}", whole[changed])
+
+    got: list[int] = []
+    for offset, _ in open_reader(storage).follow(0, stop=lambda: naps == 6, sleep=sleep):
+        got.append(offset)
+    assert got == [0, 1, 2]
+
+
+@pytest.mark.parametrize("segments", [2, 100])
+def test_a_poll_that_finds_nothing_new_opens_no_segment_but_the_newest(segments: int) -> None:
+    """A follower that waits costs the same beside a long history, but for the listing."""
+    storage = SimStorage()
+    writer = open_writer(storage)
+    for _ in range(segments):
+        write(writer)
+        writer.rotate()
+    opened: list[int] = []
+
+    def sleep(_: float) -> None:
+        opened.append(storage.calls["open"])
+
+    reader = open_reader(storage)
+    assert len(numbers(reader.follow(0, stop=lambda: len(opened) == 6, sleep=sleep))) == segments
+    assert [after - before for before, after in itertools.pairwise(opened[1:])] == [2] * 4
+
+
+@nothing_else_is_refused
 @pytest.mark.parametrize("tail", ["a frame", "half a frame"])
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_segment_that_is_the_newest_again_has_no_end_named(tail: str, more: int) -> None:
@@ -289,6 +346,36 @@ def test_a_segment_that_its_writer_takes_back_is_not_called_pruned(call: int, ho
         assert reader.offset_at(2**62) in (2, 3)
         found = [0, 1, 2]
     assert found in ([0, 1, 2], [0, 1, 2, 3])
+
+
+@nothing_else_is_refused
+@pytest.mark.parametrize("how", ["new", "refresh", "follow"])
+@pytest.mark.parametrize("call", range(1, 6))
+def test_all_that_was_listed_is_pruned_before_it_is_opened(how: str, call: int) -> None:
+    """And what is kept was begun after the listing: that is no journal of which everything is missing."""
+    storage = SimStorage()
+    writer = open_writer(storage)
+    write(writer, 2)
+    reader = open_reader(storage)
+    left = call
+
+    def hook(op: str, path: str) -> None:
+        nonlocal left
+        if op == "open" and path.endswith("0.zst"):
+            left -= 1
+            if left == 0:
+                storage.hook = None
+                writer.rotate()
+                write(writer, 2)
+                assert writer.prune(2).floor == 2
+
+    storage.hook = hook
+    if how == "new":
+        reader = open_reader(storage)
+    elif how == "refresh":
+        reader.refresh()
+    found = numbers(reader.events() if how != "follow" else reader.follow(0, stop=lambda: True))
+    assert found in ([0, 1], [2, 3], [0, 1, 2, 3])
 
 
 def test_what_was_pruned_needs_no_sync() -> None:
