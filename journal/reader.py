@@ -367,10 +367,10 @@ class JournalReader(Generic[E]):
     ) -> Iterator[tuple[int, E]]:
         """Events from ``start`` on for ever, waiting for new ones; ends when ``stop()`` is true and nothing is left.
 
-        It shows what is in the files, which may be a flush ahead of what is durable. What a power cut takes away after
-        it was given is not taken back, and the events that a restarted run writes in its place, under the same
-        offsets, are never given: who must not act on an event that may be lost waits until ``watermark`` is above it,
-        or calls ``sync_read``. Raises what ``events`` does.
+        It shows what is in the files, which may be a flush ahead of what is durable. What is given is not taken back:
+        where a power cut takes events away, or a take-over leaves them out, those that are written in their place
+        under the same offsets are never given. Who must not act on an event that may be lost waits until ``watermark``
+        is above it, or calls ``sync_read``. Raises what ``events`` does.
         """
         at = start
         seen: object = None
