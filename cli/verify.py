@@ -79,7 +79,8 @@ def _plain(report: VerifyReport) -> dict[str, Any]:
 
 
 def _show(name: str, report: VerifyReport) -> None:
-    print(f"{name}: {report.state}, {report.events} events, offsets {report.floor} to {report.end_offset - 1}")
+    offsets = f", offsets {report.floor} to {report.end_offset - 1}" if report.events else ""
+    print(f"{name}: {report.state}, {report.events} events{offsets}")
     for note in report.notes:
         print(f"  {note}")
     columns = ["segment", "state", "bytes", "frames", "offsets", "where and why"]

@@ -13,7 +13,7 @@ from .frames import FrameOpener
 from .judge import check_chain
 from .scan import Damaged, TornTail, Verdict
 from .storage import RealStorage, Storage
-from .survey import SegmentFile, survey
+from .survey import SegmentFile, Survey, survey
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -66,10 +66,19 @@ def verify(
     """
     path = os.fspath(directory)
     storage = storage or RealStorage()
-    try:
-        found = survey(storage, path)
-    except JournalDamaged as error:
-        return _broken_chain(path, error)
+    while True:
+        try:
+            found = survey(storage, path)
+        except JournalDamaged as error:
+            return _broken_chain(path, error)
+        try:
+            results = _check(storage, found, progress)
+        except FileNotFoundError:  # a writer has pruned it, or begun it anew, since we looked
+            continue
+        return _report(path, found, results)
+
+
+def _check(storage: Storage, found: Survey, progress: Progress | None) -> list[SegmentVerdict]:
     total = sum(s.size for s in found.chain)
     done = 0
     results: list[SegmentVerdict] = []
@@ -78,6 +87,10 @@ def verify(
         done += segment.size
         if progress is not None:
             progress(done, total)
+    return results
+
+
+def _report(path: str, found: Survey, results: list[SegmentVerdict]) -> VerifyReport:
     ignored = [_ignored(segment) for segment in (*found.below_floor, *found.strays)]
     first_bad = next((r for r in results if r.state == "damaged"), None)
     end = first_bad.next_offset if first_bad else max((r.next_offset for r in results), default=found.floor)
@@ -91,7 +104,7 @@ def verify(
         watermark=found.watermark,
         watermark_source=found.watermark_source,
         events=end - found.floor,
-        bytes_total=total,
+        bytes_total=sum(s.size for s in found.chain),
         segments=results + ignored,
         notes=found.notes,
     )

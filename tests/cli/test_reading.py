@@ -230,6 +230,7 @@ def test_verify_table_and_one_journal_alone(capsys, run_folder):
 
     assert code == 0
     assert f"events: clean, {len(STORY)} events, offsets 0 to {len(STORY) - 1}" in out
+    assert ", 0 events, " not in out
     assert out.rstrip().endswith("no damage")
 
 

@@ -135,10 +135,7 @@ def look(reading: Reading, durable: int) -> str:
 
 def check(reading: Reading, durable: int) -> str:
     """``verify`` as it is beside the writer: never damaged, nothing durable missing."""
-    try:
-        report = verify(DIRECTORY, storage=reading.storage)
-    except FileNotFoundError:
-        return "gone"
+    report = verify(DIRECTORY, storage=reading.storage)
     assert report.ok, [(s.segment, s.byte, s.reason) for s in report.segments if s.state == "damaged"]
     assert report.end_offset >= durable
     return report.state
