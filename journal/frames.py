@@ -91,11 +91,11 @@ class SealedFrame(NamedTuple):
         return self.first_offset + self.events
 
 
-class Unbuildable(Exception):
+class Unbuildable(JournalError):
     """An event of ``append_later`` that can't be built, and why."""
 
     def __init__(self, offset: int, cause: Exception) -> None:
-        super().__init__(offset, cause)
+        super().__init__(f"event {offset} can't be built: {cause!r}")
         self.offset = offset
         self.cause = cause
 

@@ -180,7 +180,10 @@ class PayloadStore:
             return seen
         except JournalDamaged as error:
             losses.append(PayloadLoss(journal, error.offset, error.reason))
-        reader.sync_read()
+        try:
+            reader.sync_read()
+        except JournalMissing:  # its writer, which only seemed to be dead, has begun the segment anew: once more
+            return seen + self._scan(journal, found, losses)
         return seen
 
     def _tail(self, journal: str, key: AttemptKey, state: _Found, losses: list[PayloadLoss]) -> AttemptTail:

@@ -591,35 +591,6 @@ def test_the_watermark_is_never_ahead_of_the_disk(op: str) -> None:
     assert [offset for offset, _ in reader.events()] == list(range(start))
 
 
-@nothing_else_is_refused
-def test_a_zombie_that_runs_ahead_counts_for_nothing() -> None:
-    """A zombie's later segments and its WATERMARK beyond the newer incarnation's end are neither read nor damage.
-
-    Its own look at LOCK is stale, as a shared file system may show it.
-    """
-    storage = SimStorage()
-    storage.enforce_locks = False
-    old = open_writer(storage, take_over=True, heartbeat_s=1e9)
-    old._flusher._sink._still_owner = lambda: None
-    old.append(Note(0))
-    old.sync()
-    new = open_writer(storage, take_over=True)
-    new.append(Note(1))
-    new.sync()
-    for _ in range(5):
-        old.append(Note(100))
-        old.rotate()
-        old.pump()
-    assert old.durable_upto == 6
-    assert numbers(storage) == [0, 1]
-    report = verify(DIRECTORY, storage)
-    assert (report.state, report.end_offset, report.watermark) == ("clean", 2, 1)
-    assert sum(s.state == "ignored" for s in report.segments) == 4
-    new.abandon()
-    third = open_writer(storage, take_over=True)
-    assert (third.next_offset, third.incarnation) == (2, 3)
-
-
 @pytest.mark.parametrize("longer", [0, 8, 3900])
 def test_what_a_later_version_left_in_the_way_is_not_put_aside(longer: int) -> None:
     """A segment of a newer release under the name that a writer needs: it stops by name, and touches nothing."""
