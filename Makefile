@@ -12,6 +12,9 @@ TRAIN  := $(if $(wildcard $(DEV)),$(DEV),.venv/.train)
 # mypy and import-linter do not follow setuptools' package-dir: .typing is the same tree as symlinks.
 TYPED  := -p unlost.journal -p unlost.replay -p unlost.engine -p unlost.cli
 
+# Their slow tests use one core each; those of the other folders start Ray, which wants the machine to itself.
+WITHOUT_RAY := tests/journal tests/replay tests/simulation
+
 .PHONY: help demo test test-fast check format bench mutants docs clean distclean browser
 .DEFAULT_GOAL := help
 
@@ -22,7 +25,8 @@ demo: $(TRAIN)  ## train, kill -9 in the middle, resume, show what was kept (a f
 	$(BIN)/unlost demo --dir runs/demo
 
 test: test-fast  ## every test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 $(WITHOUT_RAY)
+	$(BIN)/python -m pytest -m slow $(WITHOUT_RAY:%=--ignore=%)
 
 test-fast: $(DEV)  ## the tests that need no Ray and take no time, on two cores
 	$(BIN)/python -m pytest -m 'not slow' -n 2

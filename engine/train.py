@@ -152,7 +152,10 @@ class TrainPump:
         groups = [self.state.groups[g] for g in self.state.open_groups]
         lost = [key for g in groups for i in range(len(g.siblings)) if (key := g.key(i)).row_key() not in there]
         if not lost:
-            raise RunFailed(f"step {step}: {gone.args[0]}, says the trainer, and the data plane has them") from gone
+            raise RunFailed(
+                f"step {step}: {gone.args[0]}, says the trainer, though they are there. The same command again starts "
+                f"both anew"
+            ) from gone
         log.error("step %d: %s, and their payloads can't be read: they are generated again", step, gone.args[0])
         self.release_claim()
         for key in lost:
