@@ -17,6 +17,9 @@ _NO_FLOCK = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.
 class StorageFile(Protocol):
     """An open file. ``read_at`` and ``write_at`` may do less than asked, as pread and pwrite may."""
 
+    @property
+    def path(self) -> str: ...
+
     def read_at(self, offset: int, size: int) -> bytes: ...
 
     def write_at(self, offset: int, data: bytes | memoryview) -> int: ...
@@ -221,6 +224,6 @@ def write_all(file: StorageFile, offset: int, data: bytes | memoryview) -> None:
     while view:
         written = file.write_at(offset, view)
         if written <= 0:
-            raise OSError(errno.EIO, "a write made no progress")
+            raise OSError(errno.EIO, "a write made no progress", file.path)
         offset += written
         view = view[written:]

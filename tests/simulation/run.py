@@ -223,6 +223,8 @@ def run_case(case: Case) -> Report:
                 expected |= any(f"[Errno {fault['code']}]" in life.outcome.detail for fault in case.more.faults)
                 tolerated = any(f"[Errno {code}]" in life.outcome.detail for code in TOLERATED.values())
                 expected &= not tolerated or any(text in life.outcome.detail for text in GIVEN_UP)
+            stuck = "a write made no progress" in life.outcome.detail
+            expected |= stuck and any(fault.get("short") == 0 for fault in case.more.faults)
             codes = {outage.code for outage in case.storage.outages}
             expected |= any(f"[Errno {code}]" in life.outcome.detail for code in codes)
             expected |= bool(case.storage.outages) and OVERRUN in life.outcome.detail
