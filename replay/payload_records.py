@@ -205,7 +205,7 @@ class Unsealed:
         """What it holds until then, and what the record takes in a frame, at most."""
         made, chunks = self.payload, 9 * len(self._chunks)
         arrays = len(made.prompt_ids) + len(made.token_ids) + len(made.logprobs)
-        metrics = sum(_METRIC_BYTES + len(name.encode()) for name in made.metrics)
+        metrics = _METRIC_BYTES * len(made.metrics) + 4 * sum(map(len, made.metrics))
         return arrays + _RECORD_BYTES + _SPAN_BYTES * len(made.weight_spans) + chunks + metrics
 
     def record(self) -> SealedRecord:
