@@ -129,10 +129,10 @@ class Flusher:
                 self._sealer.seal(batch, self._frames)
             except Unbuildable as error:
                 self._unbuildable = JournalFailed(
-                    f"{self._sink.directory}: event {error.offset} can't be built: {error.cause!r}. What came before "
-                    f"it is durable. Mend what builds it and start again."
+                    f"{self._sink.directory}: {error}. What came before it is durable. Mend what builds it and start "
+                    f"again."
                 )
-                self._unbuildable.__cause__ = error.cause
+                self._unbuildable.__cause__ = error.__cause__
                 return
 
     def _commit(self) -> None:

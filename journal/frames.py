@@ -96,8 +96,6 @@ class Unbuildable(JournalError):
 
     def __init__(self, offset: int, cause: Exception) -> None:
         super().__init__(f"event {offset} can't be built: {cause!r}")
-        self.offset = offset
-        self.cause = cause
 
 
 def _built(later: Later) -> bytes:

@@ -220,12 +220,7 @@ class SegmentSink:
         if found is not None and found > self._incarnation:
             self._fence(path, found)
         if path == self._abandoned and found in (None, self._incarnation):
-            for name in self._storage.list_names(self.directory):  # a successor may have gone on from what is left
-                first = segment_offset(name)
-                if first is not None and first > self._first_offset:
-                    later = self._incarnation_of(os.path.join(self.directory, name))
-                    if later is not None and later > self._incarnation:
-                        self._fence(name, later)
+            self._refuse_successor()
             self._storage.remove(path)
             return
         if found == self._incarnation:
@@ -234,6 +229,16 @@ class SegmentSink:
         aside = f"{path}.zombie-{who}-{self._clock.wall_ns()}"
         logger.warning("%s was in the way of incarnation %d: moved to %s", path, self._incarnation, aside)
         self._storage.rename(path, aside)
+
+    def _refuse_successor(self) -> None:
+        """Raise JournalFenced if a newer incarnation has gone on from what this one left behind."""
+        for name in self._storage.list_names(self.directory):
+            first = segment_offset(name)
+            if first is None or first <= self._first_offset:
+                continue
+            found = self._incarnation_of(os.path.join(self.directory, name))
+            if found is not None and found > self._incarnation:
+                self._fence(name, found)
 
     def _incarnation_of(self, path: str) -> int | None:
         """Of a segment's writer; None if its preamble can't be read. Raises JournalFenced for a later version's."""

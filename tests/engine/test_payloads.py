@@ -23,6 +23,7 @@ from unlost.replay.payload_records import (
     Payload,
     PayloadDamaged,
     PayloadMissing,
+    Unsealed,
     checksum,
     clip_spans,
     merge_spans,
@@ -385,3 +386,24 @@ def test_the_codec_is_fast_and_small() -> None:
     size = sum(segment_sizes(storage).values())
     print(f"payload: {best * 1e3:.3f} ms on the caller for a group, {size / groups / 8 / 1024:.2f} bytes a token")
     assert size / groups / 8 / 1024 <= 6.5
+
+
+def test_what_cannot_be_a_record_is_refused_at_the_call() -> None:
+    """Not on the flush thread, where it would end the journal: unequal arrays, a rest that begins nowhere."""
+    whole = payload(KEY)
+    for first in (-1, 101):
+        with pytest.raises(ValueError, match="of 100 tokens"):
+            Unsealed(0, whole, first, ())
+    with pytest.raises(ValueError, match="bytes of token ids"):
+        Unsealed(0, msgspec.structs.replace(whole, logprobs=whole.logprobs[:-4]), 0, ())
+
+
+@pytest.mark.parametrize("metrics", [0, 1, 10, 50])
+@pytest.mark.parametrize("first", [0, 90, 100])
+def test_the_size_of_a_record_to_be_built_is_an_upper_bound(first: int, metrics: int) -> None:
+    """Of what is held until then, the whole arrays, and of the record, however many metrics it has."""
+    named = {f"métrique_{number}": 0.1 for number in range(metrics)}
+    whole = msgspec.structs.replace(payload(KEY), metrics=named)
+    sealing = Unsealed(2**40, whole, first, range(first))
+    assert sealing.bytes_max >= len(msgspec.msgpack.encode(sealing.record()))
+    assert sealing.bytes_max >= len(whole.prompt_ids) + len(whole.token_ids) + len(whole.logprobs)

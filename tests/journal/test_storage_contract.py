@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -163,3 +164,25 @@ def test_an_error_names_the_file(place, call) -> None:
     assert caught.value.filename == f"{directory}/x"
     with pytest.raises(OSError, match=f"{directory}/none"):
         storage.sync_directory(f"{directory}/none")
+
+
+def test_an_error_without_a_number_keeps_its_text(tmp_path, monkeypatch) -> None:
+    """What a signal's handler raises inside a call is not the file's: only errors of the system get its name."""
+    storage = RealStorage()
+    file = storage.create(str(tmp_path / "f"))
+
+    def fails(error: OSError) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            raise error
+
+        return call
+
+    monkeypatch.setattr("os.fdatasync", fails(TimeoutError("watchdog")))
+    with pytest.raises(TimeoutError, match=r"^watchdog$"):
+        file.sync()
+    monkeypatch.setattr("os.fdatasync", fails(OSError(errno.EIO, "broken")))
+    with pytest.raises(OSError, match=r"broken: .*/f'"):
+        file.sync()
+    monkeypatch.setattr("fcntl.flock", fails(OSError(errno.EIO, "no lock")))
+    with pytest.raises(OSError, match=r"no lock: .*/LOCK'"):
+        storage.try_lock(str(tmp_path / "LOCK"))
